@@ -1,0 +1,56 @@
+"""``x[a:b] += gate[row] * y[a:b]`` per segment, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from . import _op
+
+
+def reference(x, gate, y, segments):
+    for start, stop, row in segments:
+        x[start:stop].addcmul_(y[start:stop], gate[row].to(x.dtype))
+    return x
+
+
+def bytes_moved(rows: int, columns: int, element_bytes: int = 2) -> int:
+    """Read x and y, write x."""
+    return 3 * rows * columns * element_bytes
+
+
+OP = _op.Op("gate_residual_", "gated residual, in place", reference, bytes_moved)
+
+
+def gate_residual_(
+    x: torch.Tensor, gate: torch.Tensor, y: torch.Tensor, segments: Sequence, *, impl: str = "auto"
+) -> torch.Tensor:
+    """``x[a:b] += gate[row] * y[a:b]`` for each segment ``(a, b, row)``, written into ``x``.
+
+    The product and the sum round once together (``addcmul``), after the gate row was cast to x's dtype.
+
+    Args:
+        x: ``[S, K]`` bf16 residual stream (fp32 and fp16 in the reference), changed in place.
+        gate: ``[T, K]`` fp32 or bf16 table.
+        y: ``[S, K]`` in x's dtype: the output of ``attn.out_proj`` or ``mlp.fc2``.
+        segments: list of ``(start, stop, row)``; ``row`` an int or a LongTensor ``[stop - start]``.
+        impl: ``"auto"``, ``"reference"`` or an implementation's name.
+
+    Returns:
+        ``x`` itself.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes or segments that do not fit.
+        FusedRefused: the implementation asked for cannot run here.
+
+    Source: ``_mod_gate`` in ComfyUI's ``comfy/ldm/minimax/model.py``.
+    """
+    _op.check_rows(OP.name, "x", x)
+    _op.check_rows(OP.name, "gate", gate, x.shape[1])
+    if y.shape != x.shape or y.dtype != x.dtype:
+        raise ValueError(
+            f"{OP.name}: y must be {tuple(x.shape)} {x.dtype} like x, have {tuple(y.shape)} {y.dtype}"
+        )
+    _op.check_segments(OP.name, segments, x.shape[0], gate.shape[0])
+    return _op.run(OP, x.device, impl, x, gate, y, segments)

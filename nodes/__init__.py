@@ -1,0 +1,30 @@
+"""The pack's nodes. Each file here holds one job; this one only lists what they register."""
+
+from comfy_api.latest import ComfyExtension, io
+
+from .attention import AttentionBackend
+from .environment import Environment
+from .fuse import FuseBlocks
+from .load import LoadNVFP4
+from .media import MediaCheck
+from .report import RuntimeReport
+from .selftest import SelfTestDecode, SelfTestModel
+
+NODES: tuple[type[io.ComfyNode], ...] = (
+    LoadNVFP4,
+    FuseBlocks,
+    AttentionBackend,
+    SelfTestModel,
+    SelfTestDecode,
+    RuntimeReport,
+    MediaCheck,
+    Environment,
+)
+
+
+class H3BlackwellExtension(ComfyExtension):
+    """What ComfyUI asks for the node classes."""
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        """Return every node class of the pack."""
+        return list(NODES)

@@ -1,0 +1,358 @@
+"""Everything this pack knows about ComfyUI's call signatures, in one file.
+
+ComfyUI's H3 forwards change from version to version, so nothing here copies one. The fused block calls the block's own
+modules and slips NVFP4 tensors in where they would have quantised themselves: an ``NVFP4`` linear whose input already
+is a ``QuantizedTensor`` skips its own quantisation. Attention runs through ``block.attn`` itself, whatever that does in
+this version; only the input of its ``out_proj`` is replaced, by a forward pre-hook that lives for one call.
+
+Whether the composition still computes what the class in front of us computes is not assumed: :func:`class_reason`
+builds a tiny block of that very class, runs both on the CPU and compares the bits, once per process.
+
+Known to hold for ComfyUI 0.30.0 and 0.33.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import comfy.ldm.minimax.model as h3
+import comfy.model_management
+import comfy.ops
+import comfy.quant_ops
+import torch
+
+from ..kernels import fused, nvfp4
+
+NVFP4_LAYOUT = "TensorCoreNVFP4Layout"
+LINEARS = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2")
+BLOCK_PARAMETERS = ("self", "x", "t_emb", "mod_segments", "rope_freqs")
+# What core hands to a "double_block" replacement. `layout` (newer versions) informs patches; the block never sees it.
+REPLACE_ARGUMENTS = {"img", "t_emb", "mod_segments", "rope_freqs", "transformer_options", "layout"}
+
+
+class NotH3(ValueError):
+    """The model handed to a node is not a MiniMax H3."""
+
+
+def h3_model(patcher) -> torch.nn.Module:
+    """Return the ``MiniMaxH3Model`` inside a ``ModelPatcher``; raises :class:`NotH3` for any other model."""
+    module = getattr(patcher.model, "diffusion_model", None)
+    if not isinstance(module, h3.MiniMaxH3Model):
+        raise NotH3(
+            f"this node patches MiniMax H3 models, the model connected is {type(patcher.model).__name__}; "
+            "connect the output of 'Load MiniMax H3 (NVFP4)' or of a loader with an H3 file"
+        )
+    return module
+
+
+@dataclass(frozen=True)
+class Sites:
+    """What a fused block does at each place where it can do something.
+
+    Attributes:
+        modulate, swiglu, attention_output: write NVFP4 there when the linear that follows takes it.
+        elementwise: run the bf16 ops through the registry (False: ComfyUI's own expressions, which the references are).
+        emulate_w4a4: run the four linears by dequantising both sides.
+        impl: implementation asked of the registry.
+    """
+
+    modulate: bool = True
+    swiglu: bool = True
+    attention_output: bool = True
+    elementwise: bool = True
+    emulate_w4a4: bool = False
+    impl: str = "auto"
+
+
+# ---------------------------------------------------------------- guards
+
+
+def foreign_forward(module: torch.nn.Module) -> bool:
+    """True when somebody replaced ``module.forward`` on the instance or put a forward hook on it.
+
+    ComfyUI leaves the stock bound method in the instance after it takes an object patch off; that one is not foreign.
+    """
+    own = module.__dict__.get("forward")
+    stock = own is None or isinstance(own, _EmulatedForward) or getattr(own, "__func__", None) is type(module).forward
+    return not stock or bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def block_reason(block: torch.nn.Module, arguments: dict) -> str | None:
+    """Why this call of this block must run in ComfyUI's own code, or None.
+
+    Cheap enough for every call: attribute reads only, never the device.
+    """
+    x = arguments.get("img")
+    if not isinstance(x, torch.Tensor):
+        return f"the stream is a {type(x).__name__}, not a tensor"
+    if x.dtype != torch.bfloat16:
+        return f"the stream is {str(x.dtype).removeprefix('torch.')}, not bfloat16"
+    if x.dim() != 2:
+        return f"the stream has {x.dim()} axes, not 2"
+    unknown = sorted(name for name, value in arguments.items() if name not in REPLACE_ARGUMENTS and value is not None)
+    if unknown:
+        return f"the block is called with an argument this version of the pack does not know: {', '.join(unknown)}"
+    if comfy.model_management.in_training:
+        return "training"
+    if torch.compiler.is_compiling():
+        return "torch.compile is tracing the block"
+    modules = (block, block.attn, block.mlp, block.adaln_proj, block.norm1, block.norm2)
+    if any(foreign_forward(module) for module in modules):
+        return "another patch owns the forward of the block or of one of its parts"
+    for module in (block.norm1, block.norm2):
+        if module.weight_function or module.bias_function:
+            return "a weight patch on a norm runs during the forward"
+    return None
+
+
+def weight_reason(linear: torch.nn.Module) -> str | None:
+    """Why this linear's weight, as loaded and patched, is not multiplied in FP4, or None.
+
+    Mirrors the condition under which ``mixed_precision_ops.Linear.forward`` quantises its input, so that feeding it
+    codes and letting it make them are the same thing.
+    """
+    weight = linear.weight
+    if getattr(weight, "_layout_cls", None) != NVFP4_LAYOUT:
+        return "its weight is not NVFP4"
+    if getattr(linear, "pre_quant_scale", None) is not None:
+        return "it has a pre_quant_scale that is not folded in"
+    if linear.weight_function or linear.bias_function:
+        return "a weight patch (LoRA in low VRAM) runs during its forward"
+    if getattr(linear, "comfy_force_cast_weights", False):
+        return "ComfyUI casts its weight"
+    if getattr(linear, "_full_precision_mm_config", False):
+        return "its file asks for full precision"
+    return None
+
+
+def fp4_reason(linear: torch.nn.Module, emulated: bool = False) -> str | None:
+    """Why this linear must get a bf16 input, or None when it takes an NVFP4 one.
+
+    Args:
+        linear: one of the block's four linears.
+        emulated: the W4A4 emulation replaces its forward, so the device need not support FP4.
+    """
+    reason = weight_reason(linear)
+    if reason is not None:
+        return reason
+    if foreign_forward(linear):
+        return "another patch owns its forward"
+    if not emulated and linear._full_precision_mm:
+        return "this device has no FP4 matrix multiply (compute capability 10.0 or newer has)"
+    return None
+
+
+def attributes_reason(block_class: type) -> str | None:
+    """Why the class's signature is not one this pack can stand in for, or None."""
+    try:
+        parameters = inspect.signature(block_class.forward).parameters
+    except (TypeError, ValueError) as error:
+        return f"the signature of {block_class.__name__}.forward cannot be read ({error})"
+    names = tuple(parameters)
+    if names[: len(BLOCK_PARAMETERS)] != BLOCK_PARAMETERS:
+        return f"{block_class.__name__}.forward takes {', '.join(names)}"
+    required = [
+        name
+        for name, parameter in parameters.items()
+        if name not in BLOCK_PARAMETERS
+        and parameter.default is inspect.Parameter.empty
+        and parameter.kind not in (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    ]
+    if required:
+        return f"{block_class.__name__}.forward needs {', '.join(required)}"
+    return None
+
+
+@functools.lru_cache(maxsize=8)
+def class_reason(block_class: type) -> str | None:
+    """Why blocks of this class are left alone, or None when the fused composition gives its bits.
+
+    A block of 32 channels is built from ``block_class`` with fixed weights; the class's own forward and
+    :func:`fused_forward` with reference ops run on the CPU over int and LongTensor segments, and must agree bit for bit.
+    """
+    reason = attributes_reason(block_class)
+    if reason is not None:
+        return f"this ComfyUI's block is not one this pack knows: {reason}"
+    try:
+        expected, found = _probe(block_class)
+    except Exception as error:  # a probe: whatever the unknown class raises is the reason
+        return f"this ComfyUI's block could not be probed: {type(error).__name__}: {error}"
+    if not torch.equal(expected, found):
+        return "this ComfyUI's block computes something else than this pack knows; please report the version"
+    return None
+
+
+def _probe(block_class: type) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, hidden, heads, head_dim, t_dim = 13, 32, 2, 16, 8
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    block = block_class(
+        hidden, heads, head_dim, 48, t_dim, 1e-5, 1e-5, apply_silu=False, adaln_dtype=torch.float32,
+        dtype=torch.bfloat16, device=torch.device("cpu"), operations=comfy.ops.manual_cast,
+    ).requires_grad_(False)  # fmt: skip
+    with torch.inference_mode():
+        for parameter in block.parameters():
+            parameter.copy_(random(*parameter.shape) * 0.2)
+        x, t_emb = random(rows, hidden), random(2, t_dim, dtype=torch.float32)
+        table = h3.rope_rotation_table(random(rows, 12, dtype=torch.float32), torch.bfloat16)
+        # Indexing a table by LongTensor came with noise masks; older versions accept it too.
+        segments = [(0, 2, 1), (2, 3, 4), (3, 3, 0), (3, 7, 2), (7, 13, torch.tensor([0, 3, 5, 0, 3, 5]))]
+        expected = block(x.clone(), t_emb, segments, table)
+        found = fused_forward(block, x.clone(), t_emb, segments, table, {}, Sites(impl="reference"))
+    return expected, found
+
+
+# ---------------------------------------------------------------- the block
+
+
+def quantized_tensor(q: nvfp4.NVFP4, dtype: torch.dtype):
+    """Wrap :class:`nvfp4.NVFP4` as the ``QuantizedTensor`` that ComfyUI's linear takes in place of a bf16 input."""
+    layout = comfy.quant_ops.get_layout_class(NVFP4_LAYOUT)
+    parameters = layout.Params(
+        scale=q.decode_scale, orig_dtype=dtype, orig_shape=tuple(q.shape), block_scale=q.block_scale
+    )
+    return comfy.quant_ops.QuantizedTensor(q.codes, NVFP4_LAYOUT, parameters)
+
+
+@contextlib.contextmanager
+def cast_weight(module: torch.nn.Module, like: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The module's weight on ``like``'s device and in its dtype, through ComfyUI's offload and prefetch machinery.
+
+    Every cast is given back, also when an exception passes.
+    """
+    weight, bias, stream = comfy.ops.cast_bias_weight(module, like, offloadable=True)
+    try:
+        yield weight
+    finally:
+        comfy.ops.uncast_bias_weight(module, weight, bias, stream)
+
+
+@contextlib.contextmanager
+def feeding(module: torch.nn.Module, produce: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """While open, ``module(x)`` receives ``produce(x)``; nothing stays on the module afterwards."""
+    handle = module.register_forward_pre_hook(lambda _, arguments: (produce(arguments[0]), *arguments[1:]))
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def input_scale(linear: torch.nn.Module, device: torch.device) -> torch.Tensor | None:
+    """The layer's static activation scale on ``device`` as fp32, or None (dynamic), as ComfyUI's linear reads it."""
+    scale = getattr(linear, "input_scale", None)
+    return None if scale is None else comfy.model_management.cast_to_device(scale, device, None).float().reshape(())
+
+
+def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options: dict, sites: Sites) -> torch.Tensor:
+    """One H3 block with the producers between its GEMMs replaced; writes into ``x`` and returns it.
+
+    Args:
+        block: a ``DiTBlock`` that passed :func:`block_reason` and whose class passed :func:`class_reason`.
+        x: ``[S, hidden]`` bf16 residual stream, changed in place as ComfyUI does.
+        t_emb: ``[M, t_dim]`` time embeddings, fp32 in pruned checkpoints, the stream's dtype in full ones.
+        mod_segments: ``(start, stop, row)``, row an int or a LongTensor.
+        rope_freqs: ``[1, S, 1, rot/2, 2, 2]``.
+        transformer_options: handed on to attention.
+        sites: what to fuse.
+    """
+    emulated = sites.emulate_w4a4
+    bf16_impl = sites.impl if sites.elementwise else "reference"
+
+    def modulated(norm, scale, shift, linear):
+        with cast_weight(norm, x) as weight:
+            if sites.modulate and fp4_reason(linear, emulated) is None:
+                q = fused.norm_modulate_nvfp4(
+                    x, weight, norm.eps, scale, shift, mod_segments,
+                    decode_scale=input_scale(linear, x.device), impl=sites.impl,
+                )  # fmt: skip
+                return quantized_tensor(q, x.dtype)
+            return fused.norm_modulate(x, weight, norm.eps, scale, shift, mod_segments, impl=bf16_impl)
+
+    def attention_rows(linear):
+        def produce(out):
+            if isinstance(out, comfy.quant_ops.QuantizedTensor) or out.dim() != 2 or out.dtype != x.dtype:
+                return out
+            q = fused.rows_nvfp4(out, decode_scale=input_scale(linear, out.device), impl=sites.impl)
+            return quantized_tensor(q, out.dtype)
+
+        return feeding(linear, produce)
+
+    shift1, scale1, gate1, shift2, scale2, gate2 = block.adaln_proj(t_emb)
+
+    h = modulated(block.norm1, scale1, shift1, block.attn.qkv_proj)
+    out_proj = block.attn.out_proj
+    fuse_rows = sites.attention_output and fp4_reason(out_proj, emulated) is None
+    with attention_rows(out_proj) if fuse_rows else contextlib.nullcontext():
+        y = block.attn(h, rope_freqs=rope_freqs, transformer_options=transformer_options)
+    del h
+    fused.gate_residual_(x, gate1, y, mod_segments, impl=bf16_impl)
+    del y
+
+    h = modulated(block.norm2, scale2, shift2, block.mlp.fc1)
+    fc2 = block.mlp.fc2
+    if getattr(fc2.weight, "_layout_cls", None) not in (None, NVFP4_LAYOUT):
+        y = block.mlp(h)  # another quantised format has a fused activation of its own in core
+    else:
+        gate_up = block.mlp.fc1(h)
+        if sites.swiglu and fp4_reason(fc2, emulated) is None:
+            q = fused.swiglu_nvfp4(gate_up, decode_scale=input_scale(fc2, x.device), impl=sites.impl)
+            z = quantized_tensor(q, x.dtype)
+        else:
+            z = fused.swiglu(gate_up, impl=bf16_impl)
+        del gate_up
+        y = fc2(z)
+        del z
+    del h
+    return fused.gate_residual_(x, gate2, y, mod_segments, impl=bf16_impl)
+
+
+# ---------------------------------------------------------------- W4A4 by dequantising both sides
+
+
+class _EmulatedForward:
+    """``linear.forward`` that quantises its input as stock does and multiplies dequantised operands in bf16."""
+
+    def __init__(self, linear: torch.nn.Module, forward: Callable):
+        self.linear = linear
+        self.forward = forward
+
+    def __call__(self, x, *args, **kwargs):
+        linear = self.linear
+        if weight_reason(linear) is not None:
+            return self.forward(x, *args, **kwargs)
+        comfy.ops.run_every_op()
+        if not isinstance(x, comfy.quant_ops.QuantizedTensor):
+            if x.dim() != 2:
+                return self.forward(x, *args, **kwargs)
+            x = comfy.quant_ops.QuantizedTensor.from_float(x, NVFP4_LAYOUT, scale=input_scale(linear, x.device))
+        weight, bias, stream = comfy.ops.cast_bias_weight(
+            linear, x, offloadable=True, compute_dtype=x.dtype, want_requant=True
+        )
+        try:
+            dense = weight.dequantize() if isinstance(weight, comfy.quant_ops.QuantizedTensor) else weight
+            return torch.nn.functional.linear(x.dequantize(), dense.to(x.dtype), bias)
+        finally:
+            comfy.ops.uncast_bias_weight(linear, weight, bias, stream)
+
+
+@contextlib.contextmanager
+def emulating_w4a4(block: torch.nn.Module) -> Iterator[None]:
+    """While open, the block's NVFP4 linears multiply 4-bit by 4-bit operands on any device (for parity work, slow)."""
+    linears = [block.get_submodule(name) for name in LINEARS]
+    before = [(linear, linear.__dict__.get("forward")) for linear in linears if not foreign_forward(linear)]
+    try:
+        for linear, own in before:
+            linear.forward = _EmulatedForward(linear, own or linear.forward)
+        yield
+    finally:
+        for linear, own in before:
+            linear.__dict__.pop("forward", None)
+            if own is not None:
+                linear.forward = own

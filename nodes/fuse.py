@@ -1,0 +1,248 @@
+"""``H3BW_FuseBlocks``: the fused block as a patch on a cloned MODEL."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+import comfy.ops
+import torch
+from comfy_api.latest import io
+
+from ..kernels import fused
+from . import adapt, run
+
+MODES = ["exact", "static", "off"]
+SCALE_BACKENDS = ["vortex", "kitchen"]
+EMULATE = ["off", "bf16", "w4a4"]
+
+# widget -> the record's environment variable: a default for the widget, and `=0` is a hard off
+VARIABLES = {
+    "modulate": "H3_NVFP4_MODULATE_FUSION",
+    "swiglu": "H3_NVFP4_SWIGLU_FUSION",
+    "elementwise": "H3_FUSED_ELEMENTWISE",
+}
+
+
+def hard_off(widget: str) -> bool:
+    """True when the widget's environment variable is set to 0."""
+    return os.environ.get(VARIABLES.get(widget, ""), "").strip() == "0"
+
+
+def default_scale_backend() -> str:
+    """``H3_NVFP4_SCALE_BACKEND`` when it names one we have, else ``vortex``."""
+    asked = os.environ.get("H3_NVFP4_SCALE_BACKEND", "").strip()
+    return asked if asked in SCALE_BACKENDS else SCALE_BACKENDS[0]
+
+
+class BlockPatch:
+    """The replacement of one ``double_block``; holds settings only, never a module or a tensor."""
+
+    def __init__(self, index: int, sites: adapt.Sites, mode: str, emulate: str, previous):
+        self.index = index
+        self.sites = sites
+        self.mode = mode
+        self.emulate = emulate
+        self.previous = previous
+
+    def __call__(self, arguments: dict, extra: dict) -> dict:
+        """ComfyUI's calling convention: ``({"img", ...}, {"original_block"}) -> {"img"}``."""
+        recorder = arguments["transformer_options"].get(run.RUN)
+
+        def inner(inner_arguments):
+            return {"img": self._block(inner_arguments, extra["original_block"], recorder)}
+
+        if self.previous is None:
+            out = inner(arguments)
+        else:
+            out = self.previous(arguments, {**extra, "original_block": inner})
+        if recorder is not None:
+            recorder.watch(self.index, out["img"])
+        return out
+
+    def _block(self, arguments: dict, original_block, recorder):
+        dit = arguments["transformer_options"].get(run.DIT)
+        block = dit.blocks[self.index] if dit is not None else None
+        reason = self._reason(block, arguments)
+        emulating = block is not None and self.emulate == "w4a4" and reason_allows_emulation(reason)
+        with adapt.emulating_w4a4(block) if emulating else contextlib.nullcontext():
+            if reason is not None:
+                if recorder is not None:
+                    recorder.fallbacks[self.index, reason] += 1
+                return original_block(arguments)["img"]
+            comfy.ops.run_every_op()
+            out = adapt.fused_forward(
+                block,
+                arguments["img"],
+                arguments["t_emb"],
+                arguments["mod_segments"],
+                arguments["rope_freqs"],
+                arguments["transformer_options"],
+                self.sites,
+            )
+        if recorder is not None:
+            recorder.fused[self.index] += 1
+            self._note_bf16_inputs(block, recorder)
+        return out
+
+    def _reason(self, block, arguments: dict) -> str | None:
+        if block is None:
+            return "the forward did not say which model runs (a node removed this pack's wrapper)"
+        if self.mode == "off":
+            return MODE_OFF
+        return (
+            adapt.block_reason(block, arguments)
+            or adapt.class_reason(type(block))
+            or device_reason(arguments["img"].device, self.emulate)
+        )
+
+    def _note_bf16_inputs(self, block, recorder) -> None:
+        wanted = (self.sites.modulate, self.sites.attention_output, self.sites.modulate, self.sites.swiglu)
+        for name, on in zip(adapt.LINEARS, wanted):
+            reason = adapt.fp4_reason(block.get_submodule(name), self.sites.emulate_w4a4) if on else "switched off"
+            if reason is not None:
+                recorder.bf16_inputs[name, reason] += 1
+
+
+MODE_OFF = "mode is off"
+
+
+def reason_allows_emulation(reason: str | None) -> bool:
+    """Emulation also serves the unfused side of a comparison, and only that: other fallbacks run as stock."""
+    return reason is None or reason == MODE_OFF
+
+
+def device_reason(device: torch.device, emulate: str) -> str | None:
+    """Why no fused op runs on a device, or None."""
+    if emulate != "off":
+        return None
+    if device.type != "cuda":
+        return f"the stream is on {device.type} and emulate is off"
+    if all(fused.best(name, device)[0] == "reference" for name in fused.OPS):
+        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+        return f"this version has no fused kernel for compute capability {capability}"
+    return None
+
+
+class FuseBlocks(io.ComfyNode):
+    """Patch every block of an H3 to run the fused producers."""
+
+    @classmethod
+    def define_schema(cls):
+        def switch(name, text):
+            return io.Boolean.Input(name, default=not hard_off(name), tooltip=text)
+
+        return io.Schema(
+            node_id="H3BW_FuseBlocks",
+            display_name="Fuse H3 Blocks (NVFP4)",
+            category="H3 Blackwell/model",
+            description=(
+                "Runs norm, modulation, SwiGLU and the gated residuals of every MiniMax H3 block as fused ops that "
+                "write NVFP4 directly. Exact: the same bytes as ComfyUI's own chain. Blocks it does not recognise run "
+                "as they are, and the Runtime Report says which and why."
+            ),
+            search_aliases=["nvfp4", "fp4", "blackwell", "h3", "minimax", "fused", "speed"],
+            inputs=[
+                io.Model.Input("model", tooltip="A MiniMax H3. LoRAs and sigma shift may come before or after."),
+                io.Combo.Input(
+                    "mode",
+                    options=MODES,
+                    default="exact",
+                    tooltip=(
+                        "exact: activation scales as ComfyUI makes them (per call, or the file's input_scale). "
+                        "static: refuse a file without input_scale. off: leave the blocks alone but keep the same "
+                        "wrappers, for the other side of a comparison."
+                    ),
+                ),
+                switch("modulate", "Norm and modulation write NVFP4 for qkv_proj and fc1."),
+                switch("swiglu", "SwiGLU writes NVFP4 for fc2."),
+                io.Boolean.Input(
+                    "attention_output", default=True, tooltip="The attention output is written as NVFP4 for out_proj."
+                ),
+                switch("elementwise", "bf16 ops too: modulation, SwiGLU and residuals where a layer is not NVFP4."),
+                io.Combo.Input(
+                    "scale_backend",
+                    options=SCALE_BACKENDS,
+                    default=default_scale_backend(),
+                    tooltip=(
+                        "Who makes the activation scales and codes. vortex: this pack's fused producers. kitchen: "
+                        "comfy-kitchen's quantiser behind bf16 ops, as without this node."
+                    ),
+                ),
+                io.Combo.Input(
+                    "emulate",
+                    options=EMULATE,
+                    default="off",
+                    advanced=True,
+                    tooltip=(
+                        "For parity work on a machine without FP4, slow. bf16: run the fused block with reference ops. "
+                        "w4a4: also multiply 4-bit weights by 4-bit activations, dequantised, on either side of a "
+                        "comparison."
+                    ),
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip="A clone with the patch; the input model is unchanged.")],
+        )
+
+    @classmethod
+    def execute(
+        cls, model, mode, modulate, swiglu, attention_output, elementwise, scale_backend, emulate="off"
+    ) -> io.NodeOutput:
+        dit = adapt.h3_model(model)
+        widgets = {"modulate": modulate, "swiglu": swiglu, "elementwise": elementwise}
+        forced_off = [VARIABLES[name] for name in widgets if hard_off(name)]
+        on = {name: value and not hard_off(name) for name, value in widgets.items()}
+        codes = scale_backend == "vortex"
+        sites = adapt.Sites(
+            modulate=on["modulate"] and codes,
+            swiglu=on["swiglu"] and codes,
+            attention_output=attention_output and codes,
+            elementwise=on["elementwise"],
+            emulate_w4a4=emulate == "w4a4",
+        )
+        if mode == "static":
+            require_static(dit, sites)
+        patched = model.clone()
+        run.attach(
+            patched,
+            "FuseBlocks",
+            {
+                "mode": mode,
+                **on,
+                "attention_output": attention_output,
+                "scale_backend": scale_backend,
+                "emulate": emulate,
+                "forced_off_by_environment": forced_off,
+            },
+        )
+        table = patched.model_options["transformer_options"].get("patches_replace", {}).get("dit", {})
+        for index in range(len(dit.blocks)):
+            previous = table.get(("double_block", index))
+            if isinstance(previous, BlockPatch):
+                previous = previous.previous  # ours again: replace it, never stack
+            patch = BlockPatch(index, sites, mode, emulate, previous)
+            patched.set_model_patch_replace(patch, "dit", "double_block", index)
+        return io.NodeOutput(patched)
+
+
+def require_static(dit: torch.nn.Module, sites: adapt.Sites) -> None:
+    """Refuse mode "static" for a model whose NVFP4 linears lack ``input_scale``."""
+    wanted = {
+        "attn.qkv_proj": sites.modulate,
+        "attn.out_proj": sites.attention_output,
+        "mlp.fc1": sites.modulate,
+        "mlp.fc2": sites.swiglu,
+    }
+    missing = [
+        f"blocks.{index}.{name}"
+        for index, block in enumerate(dit.blocks)
+        for name, on in wanted.items()
+        if on
+        and adapt.weight_reason(block.get_submodule(name)) is None
+        and getattr(block.get_submodule(name), "input_scale", None) is None
+    ]
+    if missing:
+        raise ValueError(
+            f"mode static needs an input_scale in every NVFP4 layer; {len(missing)} have none, the first is "
+            f"{missing[0]}; choose mode exact, or a file with calibrated activation scales"
+        )

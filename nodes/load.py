@@ -1,0 +1,152 @@
+"""``H3BW_LoadNVFP4``: an H3 file to a MODEL, through ComfyUI's own module loading."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import comfy.model_management
+import comfy.sd
+import comfy.utils
+import folder_paths
+import torch
+from comfy_api.latest import io
+
+from ..kernels import checkpoint
+from ..kernels.checkpoint import layout as file_layout
+from . import adapt
+
+LAYOUTS = ["auto", "comfy", "modelopt"]
+
+log = logging.getLogger("h3bw")
+
+
+def direct_read_default() -> bool:
+    """``H3_DISABLE_MMAP=1`` makes direct reading the widget's default."""
+    return os.environ.get("H3_DISABLE_MMAP", "").strip() == "1"
+
+
+def load_h3(path: str, layout: str = "auto", direct: bool = False, compute_dtype=None, disable_dynamic: bool = False):
+    """Load an H3 diffusion model from a safetensors file.
+
+    Args:
+        path: full path of the file.
+        layout: ``"auto"`` (from metadata), ``"comfy"`` or ``"modelopt"``: nibble order and scale layout of NVFP4 layers.
+        direct: read each tensor into its own storage and keep no mapping of the file.
+        compute_dtype: dtype of the residual stream; None leaves it to ComfyUI.
+        disable_dynamic: ComfyUI asks for this when it needs a patcher without dynamic VRAM.
+
+    Returns:
+        A ``ModelPatcher`` whose ``cached_patcher_init`` reloads it in the same way.
+
+    Raises:
+        CheckpointError: the file is damaged, not an H3, or its NVFP4 layers contradict the layout.
+        ValueError: ComfyUI would run the model in fp16.
+    """
+    name = os.path.basename(path)
+    # The header is judged before anything is allocated, so a bad file leaves the model in use untouched.
+    header = checkpoint.read_header(path)
+    if not file_layout.is_h3(header.tensors):
+        raise checkpoint.CheckpointError(
+            "not_h3",
+            name,
+            None,
+            "the file has no video_patch_proj and audio_patch_proj, so it is not a MiniMax H3 diffusion model; "
+            "choose an H3 file (text encoders and VAEs have loaders of their own)",
+        )
+    if direct:
+        progress = comfy.utils.ProgressBar(100)
+
+        def report(done: int, total: int) -> None:
+            comfy.model_management.throw_exception_if_processing_interrupted()
+            progress.update_absolute(done * 100 // max(total, 1), 100)
+
+        state_dict, metadata = checkpoint.load(path, "cpu", direct=True, progress=report)
+    else:
+        state_dict, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
+    state_dict, info = file_layout.normalise(state_dict, metadata, declared=layout, file=name)
+    for note in info.get("notes", ()):
+        log.info("H3 Blackwell: %s: %s", name, note)
+
+    options = {} if compute_dtype is None else {"dtype": compute_dtype}
+    patcher = comfy.sd.load_diffusion_model_state_dict(
+        state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
+    )
+    if patcher is None:
+        raise checkpoint.CheckpointError(
+            "unknown_model", name, None, "ComfyUI does not recognise the model in it; is this ComfyUI 0.30 or newer?"
+        )
+    adapt.h3_model(patcher)
+    if compute_dtype is not None:
+        patcher.model.manual_cast_dtype = compute_dtype
+    refuse_fp16(patcher.model.get_dtype_inference(), name)
+    warn_slow_fp4(info.get("nvfp4_layers", 0))
+    patcher.cached_patcher_init = (load_h3, (path, layout, direct, compute_dtype))
+    return patcher
+
+
+def refuse_fp16(dtype: torch.dtype, file: str) -> None:
+    """H3's residual stream reaches 1e6 to 1e7; fp16 ends at 65,504."""
+    if dtype == torch.float16:
+        raise ValueError(
+            f"{file}: ComfyUI would run H3 in float16, whose range ends at 65,504; H3's residual stream reaches 1e7 "
+            "and would turn into Inf; start ComfyUI without --fp16-unet (H3 runs in bfloat16)"
+        )
+
+
+def warn_slow_fp4(layers: int) -> None:
+    """Say so when NVFP4 layers will take a slow path that ComfyUI takes in silence."""
+    version = torch.version.cuda
+    if layers and version is not None and tuple(map(int, version.split(".")[:2])) < (13, 0):
+        log.warning(
+            "H3 Blackwell: torch is built for CUDA %s; comfy-kitchen's CUDA backend needs 13.0, so NVFP4 will run slower "
+            "than bf16. Install a cu130 build of torch.",
+            version,
+        )
+
+
+class LoadNVFP4(io.ComfyNode):
+    """Load a MiniMax H3 diffusion model."""
+
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="H3BW_LoadNVFP4",
+            display_name="Load MiniMax H3 (NVFP4)",
+            category="H3 Blackwell/loaders",
+            description=(
+                "Loads a MiniMax H3 diffusion model. NVFP4 layers are checked before anything is allocated, and "
+                "ModelOpt's nibble order and scale layout are converted. Every H3 file that ComfyUI reads loads too."
+            ),
+            search_aliases=["nvfp4", "fp4", "h3", "minimax", "unet", "diffusion model", "modelopt", "blackwell"],
+            inputs=[
+                io.Combo.Input(
+                    "unet_name",
+                    options=folder_paths.get_filename_list("diffusion_models"),
+                    tooltip="A file of the folder models/diffusion_models.",
+                ),
+                io.Boolean.Input(
+                    "direct_read",
+                    default=direct_read_default(),
+                    tooltip=(
+                        "Read the file into memory instead of mapping it (H3_DISABLE_MMAP=1): on unified memory a "
+                        "mapping is counted twice. Shows progress and can be cancelled."
+                    ),
+                ),
+                io.Combo.Input(
+                    "layout",
+                    options=LAYOUTS,
+                    default="auto",
+                    tooltip=(
+                        "Nibble order and scale layout of the NVFP4 layers. auto reads the file's metadata; a file "
+                        "written by ModelOpt without it needs modelopt."
+                    ),
+                ),
+            ],
+            outputs=[io.Model.Output(tooltip="The model, unpatched.")],
+        )
+
+    @classmethod
+    def execute(cls, unet_name, direct_read, layout) -> io.NodeOutput:
+        path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
+        return io.NodeOutput(load_h3(path, layout, direct_read))

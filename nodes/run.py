@@ -1,0 +1,189 @@
+"""What really ran: one :class:`Run` per patched model, filled while it samples and read by ``H3BW_RuntimeReport``.
+
+The run rides in the model's ``transformer_options``, so it follows the ``MODEL`` through later nodes and into the
+forward, and disappears with it. Two wrappers feed it. They are put into ``transformer_options`` too, not into the
+patcher's own table: ComfyUI compares that table to decide whether two models share their weights, and an A/B pair must
+not be reloaded because one side has a recorder.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import comfy.patcher_extension
+import torch
+
+RUN = "h3bw_run"  # transformer_options[RUN]: the Run of this model
+DIT = "h3bw_dit"  # transformer_options[DIT]: the MiniMaxH3Model whose forward is running
+WRAPPER_KEY = "h3bw"
+
+log = logging.getLogger("h3bw")
+
+
+@dataclass
+class Run:
+    """Counts and reasons of the last sampling run of one model.
+
+    Attributes:
+        settings: what each of our nodes was set to, in the order of the graph.
+        state: ``"not started"``, ``"running"``, ``"finished"``, or ``"interrupted"`` (an exception or a cancel).
+        steps: model evaluations so far.
+        seconds: wall time of the run, host clock, sampling only.
+        fused: block index -> calls that ran fused.
+        fallbacks: ``(block index, reason)`` -> calls that ran in ComfyUI's own code.
+        bf16_inputs: ``(linear, reason)`` -> times a linear of a fused block got bf16 instead of NVFP4.
+        attention: backend that ran -> calls.
+        attention_handed_on: reason -> calls handed to the next attention function.
+        nonfinite: ``(step, block)`` of the first block output with an Inf or a NaN, or None.
+        peak_bytes: most device memory that torch held at once during the run, or None without CUDA.
+    """
+
+    settings: dict[str, dict] = field(default_factory=dict)
+    state: str = "not started"
+    steps: int = 0
+    seconds: float = 0.0
+    blocks: int = 0
+    device: str = ""
+    fused: Counter = field(default_factory=Counter)
+    fallbacks: Counter = field(default_factory=Counter)
+    bf16_inputs: Counter = field(default_factory=Counter)
+    attention: Counter = field(default_factory=Counter)
+    attention_handed_on: Counter = field(default_factory=Counter)
+    nonfinite: tuple[int, int] | None = None
+    peak_bytes: int | None = None
+    _flags: torch.Tensor | None = field(default=None, repr=False)
+
+    def begin(self, device: torch.device, blocks: int) -> None:
+        """Forget the last run and take what this one needs on the device (outside of any forward)."""
+        fresh = Run(settings=self.settings)
+        self.__dict__.update(fresh.__dict__)
+        self.state, self.blocks, self.device = "running", blocks, str(device)
+        self._started = time.perf_counter()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self._flags = torch.zeros(blocks, dtype=torch.int32, device=device)
+
+    def watch(self, block: int, out: torch.Tensor) -> None:
+        """Note on the device whether a block's output is finite: one read of it, no wait, nothing kept."""
+        flags = self._flags
+        if flags is None or not isinstance(out, torch.Tensor) or out.device != flags.device or out.numel() == 0:
+            return
+        low, high = torch.aminmax(out.detach())
+        bad = ~(torch.isfinite(low) & torch.isfinite(high))
+        flag = flags[block]
+        flag.copy_(torch.where(bad & (flag == 0), self.steps, flag))
+
+    def end(self, finished: bool) -> None:
+        """Close the run: read the flags, take the time, log one line."""
+        self.seconds = time.perf_counter() - self._started
+        self.state = "finished" if finished else "interrupted"
+        flags, self._flags = self._flags, None
+        if finished and flags is not None:
+            hits = [(step, block) for block, step in enumerate(flags.tolist()) if step]
+            self.nonfinite = min(hits) if hits else None
+        if flags is not None and flags.device.type == "cuda":
+            self.peak_bytes = torch.cuda.max_memory_allocated(flags.device)
+        log.info("H3 Blackwell: %s", self.headline())
+
+    def headline(self) -> str:
+        """One line: ``fused 47/50 blocks; 3 fell back: <reason>; attention sdpa x 150``."""
+        parts = []
+        if "FuseBlocks" in self.settings:
+            whole = len(self.fused)
+            parts.append(f"fused {whole}/{self.blocks} blocks")
+            reasons: dict[str, set[int]] = {}
+            for block, reason in self.fallbacks:
+                reasons.setdefault(reason, set()).add(block)
+            parts += [f"{len(blocks)} fell back: {reason}" for reason, blocks in reasons.items()]
+            unseen = self.blocks - len(set(self.fused) | {block for block, _ in self.fallbacks})
+            if unseen and self.steps:
+                parts.append(f"{unseen} never called: another patch replaced those blocks after ours")
+        parts += [f"attention {name} x {count}" for name, count in self.attention.items()]
+        parts += [f"attention handed on x {count}: {reason}" for reason, count in self.attention_handed_on.items()]
+        if self.nonfinite:
+            step, block = self.nonfinite
+            parts.append(f"block {block} is the first with a non-finite output, in step {step}")
+        if self.state == "interrupted":
+            parts.append("interrupted")
+        return "; ".join(parts) or "nothing of this pack ran"
+
+    def as_dict(self) -> dict:
+        """The run as JSON-ready data."""
+        return {
+            "state": self.state,
+            "headline": self.headline(),
+            "settings": self.settings,
+            "device": self.device,
+            "steps": self.steps,
+            "seconds": round(self.seconds, 4),
+            "blocks": self.blocks,
+            "fused_calls": {str(block): count for block, count in sorted(self.fused.items())},
+            "fallbacks": [
+                {"block": block, "reason": reason, "calls": count}
+                for (block, reason), count in sorted(self.fallbacks.items())
+            ],
+            "bf16_inputs": [
+                {"linear": linear, "reason": reason, "calls": count}
+                for (linear, reason), count in sorted(self.bf16_inputs.items())
+            ],
+            "attention": dict(self.attention),
+            "attention_handed_on": dict(self.attention_handed_on),
+            "first_nonfinite": None if self.nonfinite is None else dict(zip(("step", "block"), self.nonfinite)),
+            "peak_bytes": self.peak_bytes,
+        }
+
+
+def find(patcher) -> Run | None:
+    """The run of a ``MODEL``, or None when none of our nodes patched it."""
+    return patcher.model_options.get("transformer_options", {}).get(RUN)
+
+
+def attach(patcher, name: str, settings: dict) -> Run:
+    """Give a fresh clone a run of its own that remembers the settings of our nodes so far, and install the wrappers."""
+    before = find(patcher)
+    options = patcher.model_options.setdefault("transformer_options", {})
+    run = Run(settings={**(before.settings if before else {}), name: settings})
+    options[RUN] = run
+    table = options.setdefault("wrappers", {})
+    kinds = comfy.patcher_extension.WrappersMP
+    for kind, wrapper in ((kinds.OUTER_SAMPLE, _around_sampling), (kinds.DIFFUSION_MODEL, _around_forward)):
+        # Assigned, not appended: our node twice in a row must not wrap twice.
+        table.setdefault(kind, {})[WRAPPER_KEY] = [wrapper]
+    return run
+
+
+def _around_sampling(executor, *args, **kwargs):
+    guider = executor.class_obj
+    run = guider.model_options.get("transformer_options", {}).get(RUN)
+    if run is None:
+        return executor(*args, **kwargs)
+    patcher = guider.model_patcher
+    run.begin(patcher.load_device, len(getattr(patcher.model.diffusion_model, "blocks", ())))
+    finished = False
+    try:
+        out = executor(*args, **kwargs)
+        finished = True
+        return out
+    finally:
+        run.end(finished)
+
+
+def _around_forward(executor, *args, **kwargs):
+    """Tell the patches which module is running (a multi-GPU clone has its own) and count the step."""
+
+    def with_model(options):
+        return {**options, DIT: executor.class_obj}
+
+    def ours(value):
+        return isinstance(value, dict) and RUN in value
+
+    for value in (*args, *kwargs.values()):
+        if ours(value):
+            value[RUN].steps += 1
+            break
+    args = [with_model(value) if ours(value) else value for value in args]
+    kwargs = {name: with_model(value) if ours(value) else value for name, value in kwargs.items()}
+    return executor(*args, **kwargs)
