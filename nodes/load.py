@@ -65,12 +65,16 @@ def load_h3(path: str, layout: str = "auto", direct: bool = False, compute_dtype
     else:
         state_dict, metadata = comfy.utils.load_torch_file(path, return_metadata=True)
     state_dict, info = file_layout.normalise(state_dict, metadata, declared=layout, file=name)
-    for note in info.get("notes", ()):
-        log.info("H3 Blackwell: %s: %s", name, note)
+    if info["layout_from"] == "assumption":
+        log.warning(
+            "H3 Blackwell: %s does not say how its NVFP4 layers are laid out; taking ComfyUI's order. If the picture is "
+            "noise, the file may be ModelOpt's: choose layout modelopt.",
+            name,
+        )
 
     options = {} if compute_dtype is None else {"dtype": compute_dtype}
     patcher = comfy.sd.load_diffusion_model_state_dict(
-        state_dict, model_options=options, metadata=metadata, disable_dynamic=disable_dynamic
+        state_dict, model_options=options, metadata=info["metadata"], disable_dynamic=disable_dynamic
     )
     if patcher is None:
         raise checkpoint.CheckpointError(
@@ -80,7 +84,7 @@ def load_h3(path: str, layout: str = "auto", direct: bool = False, compute_dtype
     if compute_dtype is not None:
         patcher.model.manual_cast_dtype = compute_dtype
     refuse_fp16(patcher.model.get_dtype_inference(), name)
-    warn_slow_fp4(info.get("nvfp4_layers", 0))
+    warn_slow_fp4(sum(layer.format == "nvfp4" for layer in info["layers"].values()))
     patcher.cached_patcher_init = (load_h3, (path, layout, direct, compute_dtype))
     return patcher
 

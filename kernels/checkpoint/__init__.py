@@ -1,0 +1,22 @@
+"""Safetensors files: strict reading, NVFP4 layouts, direct loading, atomic writing; failures are `CheckpointError`s."""
+
+from .header import CheckpointError, Header, TensorInfo, read_header
+from .layout import find_layers, is_h3, normalise
+from .reader import inspect, load
+from .tiny import tiny_h3
+from .writer import nvfp4_tensors, write
+
+__all__ = [
+    "CheckpointError",
+    "Header",
+    "TensorInfo",
+    "find_layers",
+    "inspect",
+    "is_h3",
+    "load",
+    "normalise",
+    "nvfp4_tensors",
+    "read_header",
+    "tiny_h3",
+    "write",
+]
