@@ -172,7 +172,7 @@ def class_reason(block_class: type) -> str | None:
     """Why blocks of this class are left alone, or None when the fused composition gives its bits.
 
     A block of 32 channels is built from ``block_class`` with fixed weights; the class's own forward and
-    :func:`fused_forward` with reference ops run on the CPU over int and LongTensor segments, and must agree bit for bit.
+    :func:`fused_forward` with reference ops run on the CPU over int and LongTensor segments; every bit must agree.
     """
     reason = attributes_reason(block_class)
     if reason is not None:

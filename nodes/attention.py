@@ -1,7 +1,7 @@
 """``H3BW_AttentionBackend``: an attention backend by name or ``auto``, as a patch on a cloned MODEL.
 
-ComfyUI calls ``transformer_options["optimized_attention_override"](function, q, k, v, heads, ...)`` wherever a model asks
-for attention. The override here takes the calls it can honour to the last word and hands every other one to the
+ComfyUI calls ``transformer_options["optimized_attention_override"](function, q, k, v, heads, ...)`` wherever a model
+asks for attention. The override here takes the calls it can honour to the last word and hands every other one to the
 override that was there before, or to ComfyUI's own function, with the reason counted in the run.
 """
 

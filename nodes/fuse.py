@@ -98,7 +98,7 @@ class BlockPatch:
 
     def _note_bf16_inputs(self, block, recorder) -> None:
         wanted = (self.sites.modulate, self.sites.attention_output, self.sites.modulate, self.sites.swiglu)
-        for name, on in zip(adapt.LINEARS, wanted):
+        for name, on in zip(adapt.LINEARS, wanted, strict=True):
             reason = adapt.fp4_reason(block.get_submodule(name), self.sites.emulate_w4a4) if on else "switched off"
             if reason is not None:
                 recorder.bf16_inputs[name, reason] += 1

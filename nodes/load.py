@@ -26,12 +26,14 @@ def direct_read_default() -> bool:
     return os.environ.get("H3_DISABLE_MMAP", "").strip() == "1"
 
 
-def load_h3(path: str, layout: str = "auto", direct: bool = False, compute_dtype=None, disable_dynamic: bool = False):
+def load_h3(
+    path: str, layout: str = "auto", direct: bool = False, compute_dtype=None, disable_dynamic: bool = False
+):
     """Load an H3 diffusion model from a safetensors file.
 
     Args:
         path: full path of the file.
-        layout: ``"auto"`` (from metadata), ``"comfy"`` or ``"modelopt"``: nibble order and scale layout of NVFP4 layers.
+        layout: nibble order and scale layout of NVFP4 layers: ``"auto"`` (metadata), ``"comfy"`` or ``"modelopt"``.
         direct: read each tensor into its own storage and keep no mapping of the file.
         compute_dtype: dtype of the residual stream; None leaves it to ComfyUI.
         disable_dynamic: ComfyUI asks for this when it needs a patcher without dynamic VRAM.
@@ -67,8 +69,8 @@ def load_h3(path: str, layout: str = "auto", direct: bool = False, compute_dtype
     state_dict, info = file_layout.normalise(state_dict, metadata, declared=layout, file=name)
     if info["layout_from"] == "assumption":
         log.warning(
-            "H3 Blackwell: %s does not say how its NVFP4 layers are laid out; taking ComfyUI's order. If the picture is "
-            "noise, the file may be ModelOpt's: choose layout modelopt.",
+            "H3 Blackwell: %s does not say how its NVFP4 layers are laid out; taking ComfyUI's order. If the picture "
+            "is noise, the file may be ModelOpt's: choose layout modelopt.",
             name,
         )
 
@@ -103,8 +105,8 @@ def warn_slow_fp4(layers: int) -> None:
     version = torch.version.cuda
     if layers and version is not None and tuple(map(int, version.split(".")[:2])) < (13, 0):
         log.warning(
-            "H3 Blackwell: torch is built for CUDA %s; comfy-kitchen's CUDA backend needs 13.0, so NVFP4 will run slower "
-            "than bf16. Install a cu130 build of torch.",
+            "H3 Blackwell: torch is built for CUDA %s; comfy-kitchen's CUDA backend needs 13.0, so NVFP4 will run "
+            "slower than bf16. Install a cu130 build of torch.",
             version,
         )
 

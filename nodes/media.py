@@ -11,6 +11,8 @@ from comfy_api.latest import InputImpl, Types, io, ui
 from .selftest import FPS, SAMPLE_RATE, av_latent, pixel_frames
 
 TOLERANCE_SECONDS = 1 / FPS
+VIDEO_KEYS = ("width", "height", "frames", "fps", "video_codec", "video_seconds")
+AUDIO_KEYS = ("audio_codec", "sample_rate", "channels", "audio_seconds")
 
 
 class MediaError(ValueError):
@@ -84,10 +86,7 @@ def inspect(path: str) -> dict:
     """
     import av
 
-    found: dict = dict.fromkeys(
-        ("width", "height", "frames", "fps", "video_codec", "video_seconds")
-        + ("audio_codec", "sample_rate", "channels", "audio_seconds", "audio_peak", "audio_constant")
-    )
+    found: dict = dict.fromkeys((*VIDEO_KEYS, *AUDIO_KEYS, "audio_peak", "audio_constant"))
     try:
         with av.open(path) as container:
             _inspect_video(container, found)
@@ -138,7 +137,7 @@ def compare(found: dict, expected: dict) -> tuple[list[str], list[str]]:
                 findings.append("there is no video track")
             elif name == "audio_codec":
                 findings.append("there is no audio track")
-            elif found["video_codec" if name in ("width", "height", "frames", "fps", "video_seconds") else "audio_codec"]:
+            elif found["video_codec" if name in VIDEO_KEYS else "audio_codec"]:
                 findings.append(f"{name} is not in the file")
         elif name.endswith("_seconds"):
             if abs(have - wanted) > TOLERANCE_SECONDS:

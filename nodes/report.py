@@ -24,8 +24,8 @@ def compare_latents(latent: dict, reference: dict) -> dict:
     """Compare two latents bit for bit.
 
     Returns:
-        A rung: ``passed`` when every stream has the same shape, dtype and bytes; its numbers name each stream's differing
-        elements, largest absolute difference and element count.
+        A rung: ``passed`` when every stream has the same shape, dtype and bytes; its numbers name each stream's
+        differing elements, largest absolute difference and element count.
     """
     ours, theirs = streams(latent), streams(reference)
     numbers: dict = {}
@@ -68,7 +68,7 @@ def streams(latent: dict) -> list[torch.Tensor]:
 def enumerate_streams(ours: list, theirs: list):
     """Pair the streams of two latents under their names."""
     names = ("video", "audio", *(f"stream {index}" for index in range(2, len(ours))))
-    return list(zip(names, zip(ours, theirs)))
+    return list(zip(names, zip(ours, theirs, strict=False), strict=False))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,9 +187,11 @@ def as_text(report: dict) -> str:
     lines = []
     record = report["run"]
     if record is None:
-        lines.append("This model has no patch of this pack: put Fuse H3 Blocks (mode off watches too) before the sampler.")
+        lines.append(
+            "This model has no patch of this pack: put Fuse H3 Blocks before the sampler (mode off watches too)."
+        )
     elif record["state"] == "not started":
-        lines.append("Nothing was sampled with this model yet: connect the sampled latent, so that the report runs last.")
+        lines.append("Nothing was sampled with this model yet: connect the sampled latent, so that this runs last.")
     else:
         lines.append(record["headline"])
         pace = record["seconds"] / record["steps"] if record["steps"] else 0.0
@@ -217,16 +219,16 @@ class RuntimeReport(io.ComfyNode):
             display_name="H3 Runtime Report",
             category="H3 Blackwell/diagnostics",
             description=(
-                "What the last sampling run of a model really did: fused blocks, fallbacks with their reasons, attention "
-                "backends with counts, seconds per step, peak memory, the first non-finite block. With a reference "
-                "latent it compares the two bit for bit. Text here, JSON in the output folder."
+                "What the last sampling run of a model really did: fused blocks, fallbacks with their reasons, "
+                "attention backends with counts, seconds per step, peak memory, the first non-finite block. With a "
+                "reference latent it compares the two bit for bit. Text here, JSON in the output folder."
             ),
             search_aliases=["nvfp4", "h3", "report", "parity", "fallback", "benchmark", "what ran"],
             is_output_node=True,
             inputs=[
                 io.Model.Input("model", tooltip="The patched model that was sampled."),
                 io.Latent.Input(
-                    "latent", optional=True, tooltip="The latent sampled with it; connecting it makes the report run last."
+                    "latent", optional=True, tooltip="The latent sampled with it, so that the report runs last."
                 ),
                 io.Latent.Input(
                     "reference", optional=True, tooltip="The same graph and seed sampled with the unpatched model."

@@ -131,7 +131,7 @@ class Run:
             ],
             "attention": dict(self.attention),
             "attention_handed_on": dict(self.attention_handed_on),
-            "first_nonfinite": None if self.nonfinite is None else dict(zip(("step", "block"), self.nonfinite)),
+            "first_nonfinite": self.nonfinite and dict(zip(("step", "block"), self.nonfinite, strict=True)),
             "peak_bytes": self.peak_bytes,
         }
 

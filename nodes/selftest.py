@@ -73,7 +73,7 @@ def image_to_latent(image: torch.Tensor, width: int, height: int) -> torch.Tenso
 
 
 def latent_to_frames(video: torch.Tensor) -> torch.Tensor:
-    """Pixel frames ``[F, H, W, 3]`` in 0..1 of a video latent ``[1, 24, T, h, w]``: flat 16-pixel cells, held in time."""
+    """Pixel frames ``[F, H, W, 3]`` in 0..1 of a video latent ``[1, 24, T, h, w]``: 16-pixel cells, held in time."""
     factors, bias = rgb_factors()
     rgb = (video[0].float().movedim(0, -1) @ factors + bias) * 0.5 + 0.5
     rgb = rgb.clamp(0.0, 1.0).repeat_interleave(16, dim=1).repeat_interleave(16, dim=2)

@@ -17,6 +17,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -78,11 +79,16 @@ def free_port(wanted: int = 0) -> int:
         return probe.getsockname()[1]
 
 
-def tail(path: Path | None, lines: int = 20) -> str:
-    """The last lines of a log, or an empty string if there is none."""
+def read_log(path: Path | None) -> str:
+    """A log without its terminal colours, or an empty string if there is none."""
     if path is None or not path.is_file():
         return ""
-    return "\n".join(path.read_text("utf-8", "replace").splitlines()[-lines:])
+    return re.sub(r"\x1b\[[0-9;]*m", "", path.read_text("utf-8", "replace"))
+
+
+def tail(path: Path | None, lines: int = 20) -> str:
+    """The last lines of a log."""
+    return "\n".join(read_log(path).splitlines()[-lines:])
 
 
 def make_base_directory(base: Path, pack: Path | None = PACK_ROOT, folder: str = PACK_FOLDER) -> Path:
@@ -283,7 +289,7 @@ class ComfyServer:
             self.process = None
 
     def log_text(self) -> str:
-        return self.log.read_text("utf-8", "replace") if self.log.is_file() else ""
+        return read_log(self.log)
 
     def log_tail(self, lines: int = 20) -> str:
         return tail(self.log, lines)

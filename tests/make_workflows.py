@@ -33,7 +33,7 @@ WIDTHS = {"MiniMaxH3ImageToVideo": 440, "MiniMaxH3ReferenceToVideo": 440, "H3BW_
 WIDE_LOADERS = ("H3BW_LoadNVFP4", "CLIPLoader", "VAELoader")
 # Room for what a node shows beside its sockets and widgets, in pixels.
 EXTRA_HEIGHT = {"LoadImage": 320, "LoadVideo": 320, "SaveVideo": 420, "H3BW_MediaCheck": 420, "H3BW_RuntimeReport": 300}
-BLUE, GREEN, PURPLE, GREY = "#3f789e", "#88aa88", "#a1309b", "#444444"
+BLUE, GREEN, PURPLE, GREY = "#3f789e", "#88aa88", "#a1309b", "#999999"
 
 
 @dataclass(frozen=True)

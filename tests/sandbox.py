@@ -152,7 +152,7 @@ def start(server: ComfyServer) -> str:
     server.start()
     trouble = import_trouble(server.log_text())
     if trouble:
-        raise SandboxError(f"ComfyUI runs, but the pack did not load: {trouble[-1]}", server.log)
+        raise SandboxError(f"ComfyUI runs, but the pack did not load: {trouble[0]}", server.log)
     present = set(server.object_info())
     listed = PACK_ROOT / "node_list.json"
     wanted = set(json.loads(listed.read_text("utf-8"))) if listed.is_file() else set()

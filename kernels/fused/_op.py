@@ -1,4 +1,4 @@
-"""What an op file declares, how one of its implementations is chosen, and the argument checks the ops have in common."""
+"""What an op file declares, how an implementation is chosen, and the argument checks the ops have in common."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ def reference(x, weight, eps, scale, shift, segments, decode_scale, norm):
 
 
 def bytes_moved(rows: int, columns: int, element_bytes: int = 2, static: bool = False) -> int:
-    """Two readings of x (one for the maximum, one to quantise; one in all with a static scale), codes and scales out."""
+    """Two readings of x (for the maximum, then to quantise; one with a static scale), codes and scales out."""
     readings = 1 if static else 2
     return rows * columns * element_bytes * readings + rows * columns // 2 + rows * columns // 16
 

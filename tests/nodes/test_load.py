@@ -1,6 +1,7 @@
 """The loader node: equal to ComfyUI's own, layouts declared and checked, bad files refused before anything happens."""
 
 import gc
+import itertools
 import struct
 
 import pytest
@@ -162,7 +163,8 @@ def test_a_damaged_file_is_refused_and_the_model_in_use_stays(tiny_file, direct)
     expected = result(good)
     bad = tiny_file("h3bw_cut.safetensors")
     path = folder_paths.get_full_path("diffusion_models", bad)
-    whole = open(path, "rb").read()
+    with open(path, "rb") as source:
+        whole = source.read()
     header = struct.unpack("<Q", whole[:8])[0]
     for content in (b"", whole[:7], whole[: 8 + header // 2], whole[: len(whole) // 2], whole + b"x"):
         with open(path, "wb") as out:
@@ -200,7 +202,7 @@ def test_cancel_stops_a_direct_load_and_progress_moves(tiny_file, monkeypatch):
     monkeypatch.setattr(comfy.utils, "ProgressBar", Bar)
     cancel = False
     load(name, direct=True)
-    assert seen[0] == 0 and seen[-1] == 100 and all(0 <= b - a <= 2 for a, b in zip(seen, seen[1:]))
+    assert seen[0] == 0 and seen[-1] == 100 and all(0 <= b - a <= 2 for a, b in itertools.pairwise(seen))
     seen.clear()
     cancel = True
     with pytest.raises(comfy.model_management.InterruptProcessingException):

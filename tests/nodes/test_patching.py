@@ -425,7 +425,8 @@ def test_another_model_is_refused(pack):
     class Model:
         model = torch.nn.Linear(2, 2)
 
-    with pytest.raises(pack_module("nodes.adapt").NotH3, match="patches MiniMax H3 models, the model connected is Linear"):
+    refused = pack_module("nodes.adapt").NotH3
+    with pytest.raises(refused, match="patches MiniMax H3 models, the model connected is Linear"):
         fuse(Model())
 
 
