@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 
-import folder_paths
 import torch
 from comfy_api.latest import InputImpl, Types, io, ui
 
+from . import output
 from .selftest import FPS, SAMPLE_RATE, av_latent, pixel_frames
 
 TOLERANCE_SECONDS = 1 / FPS
@@ -210,11 +210,8 @@ class MediaCheck(io.ComfyNode):
 def save(video, filename_prefix: str) -> tuple[str, dict]:
     """Write the clip as mp4 under the output folder; returns its path and the UI's preview entry."""
     width, height = video.get_dimensions()
-    folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-        filename_prefix, folder_paths.get_output_directory(), width, height
-    )
-    file = f"{name}_{counter:05}_.mp4"
-    path = os.path.join(folder, file)
+    path, saved = output.place(filename_prefix, "mp4", width, height)
     video.save_to(path, format=Types.VideoContainer.MP4, codec=Types.VideoCodec.H264)
-    return path, ui.PreviewVideo([ui.SavedResult(file, subfolder, io.FolderType.output)]).as_dict()
+    result = ui.SavedResult(saved["filename"], saved["subfolder"], io.FolderType.output)
+    return path, ui.PreviewVideo([result]).as_dict()
 

@@ -6,15 +6,13 @@ import datetime
 import hashlib
 import json
 import math
-import os
 import platform
 
 import comfyui_version
-import folder_paths
 import torch
 from comfy_api.latest import io
 
-from . import attention, run
+from . import attention, output, run
 from .fuse import BlockPatch
 
 SCHEMA = "h3bw-report/1"
@@ -252,15 +250,12 @@ class RuntimeReport(io.ComfyNode):
     @classmethod
     def execute(cls, model, on_difference, filename_prefix, latent=None, reference=None) -> io.NodeOutput:
         report = build(model, latent, reference)
-        folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(
-            filename_prefix, folder_paths.get_output_directory()
-        )
-        file = f"{name}_{counter:05}_.json"
-        with open(os.path.join(folder, file), "w", encoding="utf-8") as out:
+        path, saved = output.place(filename_prefix, "json")
+        with open(path, "w", encoding="utf-8") as out:
             json.dump(report, out, indent=2, allow_nan=False)
         text = as_text(report)
         failed = [rung for rung in report["rungs"] if rung["result"] == "failed"]
         if failed and on_difference == "fail":
-            raise RuntimeError("; ".join(f"{rung['rung']}: {rung['reason']}" for rung in failed) + f" (see {file})")
-        saved = {"filename": file, "subfolder": subfolder, "type": "output"}
+            reasons = "; ".join(f"{rung['rung']}: {rung['reason']}" for rung in failed)
+            raise RuntimeError(f"{reasons} (see {saved['filename']})")
         return io.NodeOutput(text, ui={"text": (text,), "h3bw_report": [saved], "h3bw_rungs": report["rungs"]})

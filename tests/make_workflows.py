@@ -172,7 +172,7 @@ class Graph:
     def explain(self, text: str) -> Node:
         """Adds the note, a node that only the UI has."""
         info = {"input": {}, "input_order": {}, "output": [], "output_name": []}
-        self.note = Node(len(self.nodes) + 1, "MarkdownNote", info, {"text": text}, None, size=(560, 760))
+        self.note = Node(len(self.nodes) + 1, "MarkdownNote", info, {"text": text}, None, size=(560, 640))
         return self.note
 
     def lay_out(self, *strips: list[Group]) -> None:
@@ -445,7 +445,8 @@ def real(name: str, object_info: dict[str, Any], model: str, task: str) -> Graph
             Group("Model", [[unet, shifted], [blocks, attention]], GREEN),
             Group("Text encoder and VAEs", [[clip], [vae, audio_vae]]),
         ],
-        [Group("Conditioning", [[positive]]), *sources],
+        *([sources] if sources else []),
+        [Group("Conditioning", [[positive]])],
         [Group("Sampling", [[noise, sampler, sigmas], [guider, latent]])],
         [Group("Decode and save", [[frames, track, movie_out], [save]]), Group("What ran", [[report]], PURPLE)],
     )

@@ -119,3 +119,23 @@ def test_it_is_never_cached(pack):
     node = pack_module("nodes.report").RuntimeReport
     first, second = (node.fingerprint_inputs(model=None) for _ in range(2))
     assert first != second
+
+
+@pytest.mark.parametrize(
+    ("prefix", "text"),
+    [
+        ("", "1 to 200 characters"),
+        ("x" * 201, "has 201"),
+        ("a\0b", "no NUL"),
+        ("../outside", "leads out of the output folder"),
+        ("/etc/passwd", "leads out of the output folder"),
+        ("a/../../b", "leads out of the output folder"),
+    ],
+)
+def test_a_prefix_that_is_no_place_for_a_file(prefix, text):
+    import folder_paths
+
+    model, _, _ = selftest()
+    with pytest.raises(ValueError, match=text) as caught:
+        report(model, prefix=prefix)
+    assert folder_paths.get_output_directory() not in str(caught.value) and len(str(caught.value)) < 400

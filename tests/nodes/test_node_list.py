@@ -1,0 +1,63 @@
+"""node_list.json and the README's node table are what the code says."""
+
+import json
+
+import make_node_list
+import pytest
+from comfy_server import PACK_ROOT
+
+pytestmark = pytest.mark.usefixtures("pack")
+
+# Ids are for ever: a workflow saved today must open in every later version.
+IDS = [
+    "H3BW_LoadNVFP4",
+    "H3BW_FuseBlocks",
+    "H3BW_AttentionBackend",
+    "H3BW_SelfTestModel",
+    "H3BW_SelfTestDecode",
+    "H3BW_RuntimeReport",
+    "H3BW_MediaCheck",
+    "H3BW_Environment",
+]
+
+# Saved workflows hold widget values by position: new widgets go to the end, and none moves.
+WIDGETS = {
+    "H3BW_LoadNVFP4": ["unet_name", "direct_read", "layout"],
+    "H3BW_FuseBlocks": [
+        "mode", "modulate", "swiglu", "attention_output", "elementwise", "scale_backend", "emulate"
+    ],
+    "H3BW_AttentionBackend": ["backend"],
+    "H3BW_SelfTestModel": ["adaln", "width", "height", "length", "seed", "reference"],
+    "H3BW_SelfTestDecode": [],
+    "H3BW_RuntimeReport": ["on_difference", "filename_prefix"],
+    "H3BW_MediaCheck": ["filename_prefix"],
+    "H3BW_Environment": [],
+}  # fmt: skip
+
+
+def test_ids_are_kept():
+    assert [schema.node_id for schema in make_node_list.schemas()] == IDS
+
+
+def test_widgets_keep_their_places():
+    from comfy_api.latest import io
+
+    for schema in make_node_list.schemas():
+        widgets = [item.id for item in schema.inputs if isinstance(item, io.WidgetInput)]
+        assert widgets[: len(WIDGETS[schema.node_id])] == WIDGETS[schema.node_id], schema.node_id
+
+
+def test_node_list_json():
+    written = (PACK_ROOT / "node_list.json").read_text(encoding="utf-8")
+    assert written == make_node_list.node_list(), "run python tests/make_node_list.py"
+    assert list(json.loads(written)) == IDS
+
+
+def test_readme_table():
+    readme = (PACK_ROOT / "README.md").read_text(encoding="utf-8")
+    assert readme == make_node_list.with_table(readme), "run python tests/make_node_list.py"
+
+
+def test_a_readme_without_markers_is_an_error():
+    with pytest.raises(ValueError, match="README.md must hold"):
+        make_node_list.with_table("no table here")
