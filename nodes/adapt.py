@@ -328,16 +328,17 @@ class _EmulatedForward:
         if weight_reason(linear) is not None:
             return self.forward(x, *args, **kwargs)
         comfy.ops.run_every_op()
+        leading = x.shape[:-1]
         if not isinstance(x, comfy.quant_ops.QuantizedTensor):
-            if x.dim() != 2:
-                return self.forward(x, *args, **kwargs)
-            x = comfy.quant_ops.QuantizedTensor.from_float(x, NVFP4_LAYOUT, scale=input_scale(linear, x.device))
+            rows = x.reshape(-1, x.shape[-1])
+            x = comfy.quant_ops.QuantizedTensor.from_float(rows, NVFP4_LAYOUT, scale=input_scale(linear, x.device))
         weight, bias, stream = comfy.ops.cast_bias_weight(
             linear, x, offloadable=True, compute_dtype=x.dtype, want_requant=True
         )
         try:
             dense = weight.dequantize() if isinstance(weight, comfy.quant_ops.QuantizedTensor) else weight
-            return torch.nn.functional.linear(x.dequantize(), dense.to(x.dtype), bias)
+            out = torch.nn.functional.linear(x.dequantize(), dense.to(x.dtype), bias)
+            return out.reshape(*leading, out.shape[-1])
         finally:
             comfy.ops.uncast_bias_weight(linear, weight, bias, stream)
 

@@ -86,7 +86,8 @@ def load_h3(
     if compute_dtype is not None:
         patcher.model.manual_cast_dtype = compute_dtype
     refuse_fp16(patcher.model.get_dtype_inference(), name)
-    warn_slow_fp4(sum(layer.format == "nvfp4" for layer in info["layers"].values()))
+    fp4_layers = sum(layer.format == "nvfp4" for layer in info["layers"].values())
+    warn_slow_fp4(fp4_layers, comfy.model_management.supports_nvfp4_compute(patcher.load_device))
     patcher.cached_patcher_init = (load_h3, (path, layout, direct, compute_dtype))
     return patcher
 
@@ -100,8 +101,20 @@ def refuse_fp16(dtype: torch.dtype, file: str) -> None:
         )
 
 
-def warn_slow_fp4(layers: int) -> None:
-    """Say so when NVFP4 layers will take a slow path that ComfyUI takes in silence."""
+def warn_slow_fp4(layers: int, native: bool) -> None:
+    """Say so when NVFP4 layers will take a slow path that ComfyUI takes in silence.
+
+    Args:
+        layers: number of NVFP4 layers.
+        native: whether the device multiplies FP4 (compute capability 10.0 or newer).
+    """
+    if layers and not native:
+        log.warning(
+            "H3 Blackwell: this device has no FP4 matrix multiply; %d NVFP4 layers are dequantised for every multiply "
+            "(right, but slow)",
+            layers,
+        )
+        return
     version = torch.version.cuda
     if layers and version is not None and tuple(map(int, version.split(".")[:2])) < (13, 0):
         log.warning(

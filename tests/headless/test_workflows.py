@@ -409,6 +409,20 @@ def test_save_video_of_the_real_graphs_runs(server):
     assert (server.base / "output" / file["subfolder"] / file["filename"]).suffix == ".mp4"
 
 
+@pytest.mark.usefixtures("then_a_good_prompt_works")
+def test_a_difference_stops_the_run(server, small):
+    """The selftest's verdict can fail: against the empty latent it does, by name, with the JSON written first."""
+    report = find(small, "H3BW_RuntimeReport")
+    small[report]["inputs"].update(reference=[find(small, "H3BW_SelfTestModel"), 2], filename_prefix="h3bw/different")
+    status, answer = server.post_prompt(small)
+    assert status == 200, answer
+    failed = error_of(server.wait(answer["prompt_id"]))
+    assert failed["node_id"] == report
+    assert failed["exception_message"].startswith("latents equal, bit for bit: video differs in 2688 of 2688 elements")
+    (written,) = (server.base / "output" / "h3bw").glob("different_*.json")
+    assert json.loads(written.read_text("utf-8"))["rungs"][0]["result"] == "failed"
+
+
 def test_prompt_without_meta(server, small):
     for node in small.values():
         del node["_meta"]

@@ -232,12 +232,69 @@ def test_an_old_cuda_build_is_named(pack, monkeypatch, caplog):
     for version, warned in (("12.8", True), ("13.0", False), (None, False)):
         caplog.clear()
         monkeypatch.setattr(torch.version, "cuda", version)
-        module.warn_slow_fp4(12)
+        module.warn_slow_fp4(12, native=True)
         assert ("slower than bf16" in caplog.text) is warned
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     caplog.clear()
-    module.warn_slow_fp4(0)
+    module.warn_slow_fp4(0, native=True)
+    module.warn_slow_fp4(0, native=False)
     assert not caplog.text
+
+
+def test_a_device_without_fp4_is_named_in_one_line(tiny_file, caplog):
+    load(tiny_file("h3bw_plain.safetensors"))
+    lines = [record.getMessage() for record in caplog.records if record.name == "h3bw"]
+    assert lines == [
+        "H3 Blackwell: this device has no FP4 matrix multiply; 12 NVFP4 layers are dequantised for every multiply "
+        "(right, but slow)"
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 64), (1, 3, 64)])
+@pytest.mark.parametrize("emulated", [False, True])
+def test_one_linear_on_the_cpu(pack, dtype, shape, emulated):
+    """An NVFP4 layer of 48 x 64 keeps shape and dtype and is right, emulated (W4A4) or not (W4A16)."""
+    import comfy.ops
+
+    nvfp4, writer = pack_module("kernels.nvfp4"), pack_module("kernels.checkpoint.writer")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(48, 64, generator=generator) * 0.1
+    x = torch.randn(shape, generator=generator).to(dtype)
+    operations = comfy.ops.mixed_precision_ops({"mixed_ops": True}, torch.bfloat16, disabled={"nvfp4"})
+    linear = operations.Linear(64, 48, bias=False, device="cpu", dtype=torch.bfloat16)
+    tensors = {key.removeprefix("l."): t for key, t in writer.nvfp4_tensors("l", weight).items()}
+    linear.load_state_dict(tensors, strict=False)
+    dense = nvfp4.dequantize(nvfp4.quantize(weight))
+    rows = x.float().reshape(-1, 64)
+    if emulated:
+        linear.forward = pack_module("nodes.adapt")._EmulatedForward(linear, linear.forward)
+        rows = nvfp4.dequantize(nvfp4.quantize(x.reshape(-1, 64)))
+    out = linear(x)
+    assert out.dtype == dtype and out.shape == (*shape[:-1], 48)
+    # bf16 products of 64 terms; the dequantisers round in the activations' dtype
+    torch.testing.assert_close(out.float(), (rows @ dense.T).reshape(out.shape), atol=2e-2, rtol=1e-2)
+
+
+def test_adaln_of_a_pruned_file_stays_fp32(tiny_file, monkeypatch):
+    """A bf16 shortcut there costs 20 dB; core casts a row only when it uses it."""
+    module, fused = pack_module("nodes.load"), pack_module("kernels.fused")
+    import folder_paths
+
+    name = tiny_file("h3bw_plain.safetensors")
+    model = module.load_h3(folder_paths.get_full_path("diffusion_models", name), compute_dtype=torch.bfloat16)
+    seen = []
+    real = fused.norm_modulate
+
+    def spy(x, weight, eps, scale, shift, segments, **options):
+        seen.append((x.dtype, weight.dtype, scale.dtype, shift.dtype))
+        return real(x, weight, eps, scale, shift, segments, **options)
+
+    monkeypatch.setattr(fused, "norm_modulate", spy)
+    result(fuse(model))
+    assert set(seen) == {(torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)}
+    for block in model.model.diffusion_model.blocks:
+        assert block.adaln_proj.linear.weight.dtype == torch.float32
 
 
 def test_the_patcher_can_be_made_again(tiny_file):

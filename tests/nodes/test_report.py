@@ -139,3 +139,15 @@ def test_a_prefix_that_is_no_place_for_a_file(prefix, text):
     with pytest.raises(ValueError, match=text) as caught:
         report(model, prefix=prefix)
     assert folder_paths.get_output_directory() not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_names_with_html_stay_text():
+    """What a user typed comes back as it was, in the field that the frontend shows as text."""
+    model, positive, latent = selftest()
+    patched = fuse(model, emulate="off")
+    record = pack_module("nodes.run").find(patched)
+    record.settings["FuseBlocks"]["forced_off_by_environment"] = ["<img src=x onerror=alert(1)>"]
+    out = report(patched, sample(patched, positive, latent, steps=1)[0], prefix="h3bw/<b>bold")
+    assert out.ui.keys() == {"text", "h3bw_report", "h3bw_rungs"}
+    assert "<img src=x onerror=alert(1)>=0 in the environment" in out.ui["text"][0]
+    assert out.ui["h3bw_report"][0]["filename"].startswith("<b>bold_")
