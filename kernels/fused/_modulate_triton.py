@@ -1,0 +1,245 @@
+"""Triton kernels of norm + modulation: bf16 out, or NVFP4 with a dynamic or static scale.
+
+Three launches for NVFP4 with a dynamic scale, none of which waits for the host::
+
+    prepare    modulation table -> bf16 words of 1 + scale and of shift; row index of every token; amax = 0
+    measure    one program a few rows: sum of squares in ATen's order -> rstd; largest magnitude of the result
+    quantise   tiles of rows x columns: x again, rstd, table -> codes and swizzled scales
+
+`measure` reads a row twice, the second time from L1. With a static scale its second half is dropped.
+
+ATen's order of summation (torch's vectorised RMSNorm kernel, 32 x 4 threads a row): thread i adds the squares of
+elements 4i..4i+3 by fma, then of 512 + 4i.., and so on; the 32 partial sums of a warp are halved by shuffle-down, the 4
+of the warps through shared memory. Written out here as 128 accumulators and seven halvings. Whether the torch in use
+still does it in this order is for the certification to find out, not for this file to know.
+"""
+
+import triton
+import triton.language as tl
+
+from ._words_triton import (
+    add2,
+    decode_scale_of,
+    high,
+    low,
+    mul2,
+    pair,
+    quantise,
+    store_codes,
+    store_scales,
+    umax2,
+    umax_of,
+)
+
+
+@triton.jit
+def _mark(index_ptr, position, start, stop, row):
+    tl.store(index_ptr + position, tl.zeros_like(position) + row, mask=(position >= start) & (position < stop))
+
+
+@triton.jit
+def prepare(
+    scale_ptr, shift_ptr, scale_stride, shift_stride, factor_ptr, offset_ptr, index_ptr, amax_ptr, T, K, S, TABLES,
+    a0, b0, r0, a1, b1, r1, a2, b2, r2, a3, b3, r3, a4, b4, r4, a5, b5, r5, a6, b6, r6, a7, b7, r7,
+    FIRST: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Cast the table and write the row index of up to eight segments.
+
+    Programs below TABLES cast: row T of the table is the identity, for tokens outside every segment. The others index.
+    """
+    program = tl.program_id(0)
+    if program < TABLES:
+        strips = tl.cdiv(K // 2, BLOCK)
+        row = program // strips
+        column = (program % strips) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < K // 2
+        if row < T:
+            scale_row = scale_ptr + row.to(tl.int64) * scale_stride + column * 2
+            shift_row = shift_ptr + row.to(tl.int64) * shift_stride + column * 2
+            even = tl.load(scale_row, mask=inside, other=0.0).to(tl.float32)
+            odd = tl.load(scale_row + 1, mask=inside, other=0.0).to(tl.float32)
+            rounded = pair(even, odd, ASM)  # the row is cast first, then 1 + row rounds again
+            factor = pair(low(rounded) + 1.0, high(rounded) + 1.0, ASM)
+            even = tl.load(shift_row, mask=inside, other=0.0).to(tl.float32)
+            odd = tl.load(shift_row + 1, mask=inside, other=0.0).to(tl.float32)
+            offset = pair(even, odd, ASM)
+        else:
+            factor = tl.full([BLOCK], 0x3F803F80, tl.int32)  # 1.0
+            offset = tl.full([BLOCK], -0x7FFF8000, tl.int32)  # -0.0, which changes nothing when added
+        tl.store(factor_ptr + row.to(tl.int64) * (K // 2) + column, factor, mask=inside)
+        tl.store(offset_ptr + row.to(tl.int64) * (K // 2) + column, offset, mask=inside)
+        if program == 0:
+            tl.store(amax_ptr, 0)
+    else:
+        position = (program - TABLES) * BLOCK + tl.arange(0, BLOCK)
+        if FIRST:
+            tl.store(index_ptr + position, tl.zeros_like(position) + T, mask=position < S)
+            tl.debug_barrier()
+        _mark(index_ptr, position, a0, b0, r0)
+        _mark(index_ptr, position, a1, b1, r1)
+        _mark(index_ptr, position, a2, b2, r2)
+        _mark(index_ptr, position, a3, b3, r3)
+        _mark(index_ptr, position, a4, b4, r4)
+        _mark(index_ptr, position, a5, b5, r5)
+        _mark(index_ptr, position, a6, b6, r6)
+        _mark(index_ptr, position, a7, b7, r7)
+
+
+@triton.jit
+def _normed(word, weight, rstd, ASM: tl.constexpr):
+    """bf16(weight * (rstd * x)) of both halves."""
+    return pair(low(weight) * (rstd * low(word)), high(weight) * (rstd * high(word)), ASM)
+
+
+@triton.jit
+def _sum_of_squares(x_row, inside_rows, K, R: tl.constexpr):
+    """Sum of squares of R rows [R] in ATen's order; `x_row` int32 pointers [R] to the rows' words."""
+    thread = tl.arange(0, 128)
+    half = tl.arange(0, 2)
+    total = tl.zeros([R, 128], tl.float32)
+    for start in range(0, K // 2, 256):
+        word = start + thread[:, None] * 2 + half[None, :]
+        words = tl.load(
+            x_row[:, None, None] + word[None, :, :],
+            mask=inside_rows[:, None, None] & (word < K // 2)[None, :, :],
+            other=0,
+            eviction_policy="evict_last",
+        )
+        first, second = tl.split(words)
+        total = tl.fma(low(first), low(first), total)
+        total = tl.fma(high(first), high(first), total)
+        total = tl.fma(low(second), low(second), total)
+        total = tl.fma(high(second), high(second), total)
+    # Lanes of a warp: i += i + 16, then 8, 4, 2, 1. Each step adds two numbers, so its own order does not matter.
+    total = tl.sum(tl.reshape(total, [R, 4, 2, 16]), axis=2)
+    total = tl.sum(tl.reshape(total, [R, 4, 2, 8]), axis=2)
+    total = tl.sum(tl.reshape(total, [R, 4, 2, 4]), axis=2)
+    total = tl.sum(tl.reshape(total, [R, 4, 2, 2]), axis=2)
+    total = tl.sum(tl.reshape(total, [R, 4, 2]), axis=2)
+    # The warps: i += i + 2, then 1.
+    total = tl.sum(tl.reshape(total, [R, 2, 2]), axis=1)
+    return tl.sum(total, axis=1)
+
+
+@triton.jit
+def measure(
+    x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, rstd_ptr, amax_ptr, M, K, eps,
+    AMAX: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """rstd of each row, and the largest magnitude of the modulated rows by atomic maximum over their bf16 bits."""
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    inside = rows < M
+    x_row = x_ptr + rows.to(tl.int64) * x_stride
+    rstd = tl.rsqrt(_sum_of_squares(x_row, inside, K, R) / K + eps)
+    tl.store(rstd_ptr + rows, rstd, mask=inside)
+    if AMAX:
+        table = tl.load(index_ptr + rows, mask=inside, other=0).to(tl.int64) * (K // 2)
+        best = tl.zeros([R, BLOCK], tl.int32)
+        for start in range(0, K // 2, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            mask = inside[:, None] & (column < K // 2)[None, :]
+            word = tl.load(x_row[:, None] + column[None, :], mask=mask, other=0)
+            weight = tl.load(weight_ptr + column, mask=column < K // 2, other=0)
+            factor = tl.load(factor_ptr + table[:, None] + column[None, :], mask=mask, other=0)
+            offset = tl.load(offset_ptr + table[:, None] + column[None, :], mask=mask, other=0)
+            h = add2(mul2(_normed(word, weight[None, :], rstd[:, None], ASM), factor, ASM), offset, ASM)
+            best = umax2(best, h & 0x7FFF7FFF, ASM)
+        largest = tl.max(umax_of(best, 1, ASM), axis=0)
+        # Most programs find that the maximum so far is theirs to leave alone; the atomic is for the few others.
+        if largest > tl.load(amax_ptr, volatile=True):
+            tl.atomic_max(amax_ptr, largest, sem="relaxed")
+
+
+@triton.jit
+def amax_tiles(
+    x_ptr, x_stride, factor_ptr, offset_ptr, index_ptr, amax_ptr, M, K,
+    R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """Largest magnitude of modulated rows that are normalised already."""
+    rows = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
+    column = tl.program_id(1) * W + tl.arange(0, W)
+    index = tl.load(index_ptr + rows, mask=rows < M, other=-1)
+    inside = (rows < M)[:, None] & (column < K // 2)[None, :]
+    word = tl.load(x_ptr + rows[:, None] * x_stride + column[None, :], mask=inside, other=0)
+    least = tl.min(tl.where(index < 0, 2147483647, index), axis=0)
+    if least == tl.max(index, axis=0):
+        base = least.to(tl.int64) * (K // 2)
+        factor = tl.load(factor_ptr + base + column, mask=column < K // 2, other=0)
+        offset = tl.load(offset_ptr + base + column, mask=column < K // 2, other=0)
+        h = add2(mul2(word, factor[None, :], ASM), offset[None, :], ASM)
+        largest = tl.max(umax_of(tl.where(inside, h & 0x7FFF7FFF, 0), 1, ASM), axis=0)
+    else:
+        base = tl.maximum(index, 0).to(tl.int64)[:, None] * (K // 2)
+        factor = tl.load(factor_ptr + base + column[None, :], mask=inside, other=0)
+        offset = tl.load(offset_ptr + base + column[None, :], mask=inside, other=0)
+        h = add2(mul2(word, factor, ASM), offset, ASM)
+        largest = tl.max(umax_of(h & 0x7FFF7FFF, 1, ASM), axis=0)
+    if largest > tl.load(amax_ptr, volatile=True):
+        tl.atomic_max(amax_ptr, largest, sem="relaxed")
+
+
+@triton.jit
+def _modulated(word, weight, rstd, factor, offset, NORM: tl.constexpr, ASM: tl.constexpr):
+    if NORM:
+        word = _normed(word, weight, rstd, ASM)
+    return add2(mul2(word, factor, ASM), offset, ASM)
+
+
+@triton.jit
+def modulate_quantise(
+    x_ptr, x_stride, weight_ptr, rstd_ptr, factor_ptr, offset_ptr, index_ptr, amax_ptr, decode_ptr,
+    codes_ptr, scales_ptr, out_ptr, M, K,
+    NORM: tl.constexpr, STATIC: tl.constexpr, NVFP4: tl.constexpr,
+    R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, FP4: tl.constexpr,
+):  # fmt: skip
+    """Tiles of R rows x W words: x (and rstd) -> modulated -> codes and scales, or bf16 words when NVFP4 is False."""
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    column = tl.program_id(1) * W + tl.arange(0, W)
+    half = K // 2
+    inside_rows = rows < M
+    inside = inside_rows[:, None] & (column < half)[None, :]
+    word = tl.load(x_ptr + rows.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0)
+    index = tl.load(index_ptr + rows, mask=inside_rows, other=-1)
+    if NORM:
+        rstd = tl.load(rstd_ptr + rows, mask=inside_rows, other=0.0)[:, None]
+        weight = tl.load(weight_ptr + column, mask=column < half, other=0)[None, :]
+    else:
+        rstd = 0.0
+        weight = 0
+    if NVFP4:
+        if STATIC:
+            g = tl.load(decode_ptr)
+        else:
+            g = decode_scale_of(tl.load(amax_ptr))
+            if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+                tl.store(decode_ptr, g)
+    least = tl.min(tl.where(index < 0, 2147483647, index), axis=0)
+    if least == tl.max(index, axis=0):
+        base = least.to(tl.int64) * half
+        factor = tl.load(factor_ptr + base + column, mask=column < half, other=0)[None, :]
+        offset = tl.load(offset_ptr + base + column, mask=column < half, other=0)[None, :]
+        h = _modulated(word, weight, rstd, factor, offset, NORM, ASM)
+        if NVFP4:
+            _emit(h, inside, g, rows, column, codes_ptr, scales_ptr, M, K, R, W, ASM, FP4)
+        else:
+            tl.store(out_ptr + rows.to(tl.int64)[:, None] * half + column[None, :], h, mask=inside)
+    else:
+        base = tl.maximum(index, 0).to(tl.int64)[:, None] * half
+        factor = tl.load(factor_ptr + base + column[None, :], mask=inside, other=0)
+        offset = tl.load(offset_ptr + base + column[None, :], mask=inside, other=0)
+        h = _modulated(word, weight, rstd, factor, offset, NORM, ASM)
+        if NVFP4:
+            _emit(h, inside, g, rows, column, codes_ptr, scales_ptr, M, K, R, W, ASM, FP4)
+        else:
+            tl.store(out_ptr + rows.to(tl.int64)[:, None] * half + column[None, :], h, mask=inside)
+
+
+@triton.jit
+def _emit(
+    h, inside, g, rows, column, codes_ptr, scales_ptr, M, K,
+    R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, FP4: tl.constexpr,
+):  # fmt: skip
+    codes, bits = quantise(tl.where(inside, h, 0), g, ASM, FP4, R, W)
+    store_codes(codes_ptr, rows, column, codes, M, K // 2)
+    block = tl.program_id(1) * (W // 8) + tl.arange(0, W // 8)
+    store_scales(scales_ptr, rows, block, bits, K // 16)

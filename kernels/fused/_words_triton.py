@@ -1,0 +1,265 @@
+"""Device code that the Triton producers share: bf16 pairs in 32-bit words, and a word's way to an NVFP4 byte.
+
+A row of bf16 is loaded as int32 words. Element 2i is the low half of word i and element 2i+1 the high half, so a word
+holds exactly the two elements that share a byte of codes, and no shuffle is ever needed to pair them.
+
+Arithmetic of comfy-kitchen's CUDA quantiser, step by step, is kept (see `quantise`): approximate reciprocals where it
+has them, because g and x have 8 significant bits, ties are common, and one unit in the last place of a reciprocal moves
+0.6 % of the codes.
+
+What limits these kernels on Hopper is the integer pipe (64 lanes a clock and SM against 128 for fp32): there is no FP4
+conversion before compute capability 10.0. Hence the rounding below, which leaves all but two instructions an element to
+the fp32 pipe, and packed bf16 arithmetic wherever two elements fit into one instruction.
+
+`ASM` is False in Triton's interpreter, which has no inline assembly: the same values are then made from plain
+operations. `FP4` says that the target converts fp32 to e2m1 in hardware (100, 103, 110, 120, 121 and their families).
+"""
+
+import triton
+import triton.language as tl
+
+INV_6 = tl.constexpr(0.16666667163372039794921875)  # fp32(1/6)
+INV_RANGE = tl.constexpr(0.0003720238164532929659)  # fp32(1/2688)
+FLT_MAX = tl.constexpr(3.4028234663852885981e38)
+TINY = tl.constexpr(1.1754943508222875e-38)  # 2**-126
+
+
+@triton.jit
+def low(word):
+    """fp32 of the even element."""
+    return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def high(word):
+    """fp32 of the odd element."""
+    return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _rounded_bits(x):
+    bits = x.to(tl.int32, bitcast=True)
+    return bits + 0x7FFF + ((bits >> 16) & 1)
+
+
+@triton.jit
+def pair(even, odd, ASM: tl.constexpr):
+    """Round two fp32 values to bf16 (to nearest, ties to even) and put them into a word."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return ((_rounded_bits(even) >> 16) & 0xFFFF) | (_rounded_bits(odd) & -65536)
+
+
+@triton.jit
+def mul2(a, b, ASM: tl.constexpr):
+    """Product of two words, each half rounded to bf16."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return pair(low(a) * low(b), high(a) * high(b), ASM)
+
+
+@triton.jit
+def add2(a, b, ASM: tl.constexpr):
+    """Sum of two words, each half rounded to bf16."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "add.rn.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return pair(low(a) + low(b), high(a) + high(b), ASM)
+
+
+@triton.jit
+def _max2_asm(a, b):
+    return tl.inline_asm_elementwise(
+        "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _umax2_asm(a, b):
+    return tl.inline_asm_elementwise(
+        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def umax2(a, b, ASM: tl.constexpr):
+    """Larger halves of two words of magnitudes, as integers: a NaN is larger than everything and so survives."""
+    if ASM:
+        return _umax2_asm(a, b)
+    else:
+        odd = tl.maximum((a >> 16) & 0xFFFF, (b >> 16) & 0xFFFF)
+        return (odd << 16) | tl.maximum(a & 0xFFFF, b & 0xFFFF)
+
+
+@triton.jit
+def umax_of(words, axis: tl.constexpr, ASM: tl.constexpr):
+    """Largest magnitude (bf16 bits, 0..0x7FFF) along an axis of words of magnitudes."""
+    if ASM:
+        best = tl.reduce(words, axis, _umax2_asm)
+        return tl.maximum((best >> 16) & 0xFFFF, best & 0xFFFF)
+    else:
+        return tl.max(tl.maximum((words >> 16) & 0xFFFF, words & 0xFFFF), axis=axis)
+
+
+@triton.jit
+def _block_amax(words, ASM: tl.constexpr):
+    """fp32 maximum of 16 magnitudes, `words` [R, B, 8]; a NaN is passed over, as fmaxf passes it."""
+    if ASM:
+        best = tl.reduce(words, 2, _max2_asm)
+        return tl.maximum(low(best), high(best))
+    else:
+        return tl.max(tl.maximum(low(words), high(words)), axis=2)
+
+
+@triton.jit
+def reciprocal(x, ASM: tl.constexpr):
+    """1/x as rcp.approx.ftz gives it."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return 1.0 / x
+
+
+@triton.jit
+def _mul_ftz(a, b, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mul.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return a * b
+
+
+@triton.jit
+def decode_scale_of(amax_bits):
+    """``fp32(bf16(amax * fp32(1/2688)))`` from the bf16 bits of amax, as torch divides a bf16 tensor by 2688 on CUDA."""
+    product = (amax_bits << 16).to(tl.float32, bitcast=True) * INV_RANGE
+    rounded = (_rounded_bits(product) & -65536).to(tl.float32, bitcast=True)
+    return tl.where(product == product, rounded, product)
+
+
+@triton.jit
+def _e4m3(s, ASM: tl.constexpr):
+    """Bits (int32) and fp32 value of e4m3(s) for s in 0..448, to nearest, ties to even."""
+    if ASM:
+        narrow = s.to(tl.float8e4nv)
+        return narrow.to(tl.uint8, bitcast=True).to(tl.int32), narrow.to(tl.float32)
+    else:
+        bits = s.to(tl.int32, bitcast=True)
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+        tiny = (s + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(s < 0.015625, tiny, normal)
+        exponent, mantissa = code >> 3, code & 7
+        value = ((exponent + 120) << 23 | mantissa << 20).to(tl.float32, bitcast=True)
+        return code, tl.where(exponent == 0, mantissa.to(tl.float32) * 0.001953125, value)
+
+
+@triton.jit
+def _e2m1_field(a):
+    """int32 whose bits 22..24 are the e2m1 code of a >= 0 (a < 8, or NaN), to nearest, ties to even.
+
+    a is rounded to a multiple of 0.5, 1 or 2 (below 2, below 4, above) by adding and subtracting 2**22 times the power
+    of two below max(a, 1): fp32 addition rounds to even. The result has at most two significant bits, and times
+    2**-126 it is an fp32 number whose exponent and first mantissa bit are those of e2m1, subnormal included.
+    """
+    power = (tl.maximum(a, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    shift = power * 4194304.0
+    return (((a + shift) - shift) * TINY).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _bytes_of(words, magnitudes, e, ASM: tl.constexpr, FP4: tl.constexpr):
+    """The byte of codes of each word: even element in the high nibble. `e` fp32 multiplies the elements."""
+    if FP4:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b8 q0, q1, q2, q3;
+            cvt.rn.satfinite.e2m1x2.f32 q0, $1, $5;
+            cvt.rn.satfinite.e2m1x2.f32 q1, $2, $6;
+            cvt.rn.satfinite.e2m1x2.f32 q2, $3, $7;
+            cvt.rn.satfinite.e2m1x2.f32 q3, $4, $8;
+            mov.b32 $0, {q0, q1, q2, q3};
+            }""",
+            "=r,f,f,f,f,f,f,f,f", [low(words) * e, high(words) * e], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        even = _e2m1_field(low(magnitudes) * e) & 0x01C00000
+        odd = _e2m1_field(high(magnitudes) * e) & 0x01C00000
+        # Even code to bits 28..30 and odd to 24..26; the signs to 31 and 27.
+        fields = even * 64 + odd * 4
+        signed = fields | (words << 16) & -0x80000000 | (words >> 4) & 0x08000000
+        return ((signed >> 24) & 0xFF).to(tl.uint8)
+
+
+@triton.jit
+def quantise(words, decode_scale, ASM: tl.constexpr, FP4: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
+    """Quantise a tile of bf16 words to bytes of codes and e4m3 scale bits.
+
+    s = min(amax16 * fp32(1/6) * rcp(g), 448), s8 = e4m3(s), e = min(rcp(g * s8), FLT_MAX), code = e2m1(x * e); all fp32,
+    reciprocals approximate with ftz. A decode scale of 0 gives zeros.
+
+    Args:
+        words: int32 ``[R, W]``; W a multiple of 8.
+        decode_scale: fp32 scalar g.
+
+    Returns:
+        ``(uint8 [R, W] of codes, int32 [R, W/8] with the scales' e4m3 bits)``.
+    """
+    magnitudes = words & 0x7FFF7FFF
+    amax = _block_amax(tl.reshape(magnitudes, [R, W // 8, 8]), ASM)
+    s = _mul_ftz(_mul_ftz(amax, INV_6, ASM), reciprocal(decode_scale, ASM), ASM)
+    s = tl.where(decode_scale == 0.0, 0.0, tl.minimum(s, 448.0))
+    bits, s8 = _e4m3(s, ASM)
+    step = _mul_ftz(tl.zeros_like(s8) + decode_scale, s8, ASM)
+    e = tl.minimum(reciprocal(step, ASM), FLT_MAX)
+    e = tl.where(decode_scale == 0.0, 0.0, e)
+    if not FP4:
+        # The rounding below takes nothing from 8 up, so elements are clamped to about 7/e first: as bf16 it is above 6
+        # and below 8 after the product. Where e is FLT_MAX (a step of zero or below the normal numbers), 7/e is 2.06e-38.
+        bound = tl.where(step >= TINY, step * 7.0, 2.06e-38)
+        bound = pair(bound, bound, ASM)
+        wide = tl.reshape(tl.broadcast_to(bound[:, :, None], [R, W // 8, 8]), [R, W])
+        magnitudes = _min2(magnitudes, wide, ASM)
+    e_wide = tl.reshape(tl.broadcast_to(e[:, :, None], [R, W // 8, 8]), [R, W])
+    return _bytes_of(words, magnitudes, e_wide, ASM, FP4), bits
+
+
+@triton.jit
+def _min2(a, b, ASM: tl.constexpr):
+    """Smaller halves of two words of magnitudes; a NaN gives the other."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        odd = tl.minimum((a >> 16) & 0xFFFF, (b >> 16) & 0xFFFF)
+        return (odd << 16) | tl.minimum(a & 0xFFFF, b & 0xFFFF)
+
+
+@triton.jit
+def store_codes(codes_ptr, rows, columns, bytes_, M, HALF):
+    """Write bytes of codes ``[R, W]``; rows from M up to the next multiple of 16 are written too (they hold zeros)."""
+    padded = (M + 15) // 16 * 16
+    inside = (rows < padded)[:, None] & (columns < HALF)[None, :]
+    tl.store(codes_ptr + rows.to(tl.int64)[:, None] * HALF + columns[None, :], bytes_, mask=inside)
+
+
+@triton.jit
+def store_scales(scales_ptr, rows, blocks, bits, KB):
+    """Write scale bits ``[R, B]`` in the 128x4 order; padding rows and blocks are written as they come (zeros)."""
+    tiles = (KB + 3) // 4
+    rows = rows.to(tl.int64)
+    tile = (rows // 128 * tiles)[:, None] + (blocks // 4)[None, :]
+    within = (rows % 32 * 16 + rows % 128 // 32 * 4)[:, None] + (blocks % 4)[None, :]
+    inside = (rows >= 0)[:, None] & (blocks < tiles * 4)[None, :]
+    tl.store(scales_ptr + tile * 512 + within, bits.to(tl.uint8), mask=inside)
