@@ -14,10 +14,16 @@ of the warps through shared memory. Written out here as 128 accumulators and sev
 still does it in this order is for the certification to find out, not for this file to know.
 """
 
+from dataclasses import dataclass
+
+import torch
 import triton
 import triton.language as tl
 
+from . import _launch
 from ._words_triton import (
+    ASM,
+    NO_FUSION,
     add2,
     decode_scale_of,
     high,
@@ -30,6 +36,22 @@ from ._words_triton import (
     umax2,
     umax_of,
 )
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and words of a program, and its warps."""
+
+    rows: int
+    words: int
+    warps: int
+
+
+# Found on one H200 (research/records); what they mean is in the kernels' docstrings.
+MEASURE = Tile(rows=4, words=256, warps=4)
+AMAX = Tile(rows=32, words=64, warps=2)
+QUANTISE = Tile(rows=32, words=64, warps=2)
+MODULATE = Tile(rows=32, words=64, warps=2)
 
 
 @triton.jit
@@ -169,10 +191,10 @@ def amax_tiles(
         h = add2(mul2(word, factor[None, :], ASM), offset[None, :], ASM)
         largest = tl.max(umax_of(tl.where(inside, h & 0x7FFF7FFF, 0), 1, ASM), axis=0)
     else:
-        base = tl.maximum(index, 0).to(tl.int64)[:, None] * (K // 2)
-        factor = tl.load(factor_ptr + base + column[None, :], mask=inside, other=0)
-        offset = tl.load(offset_ptr + base + column[None, :], mask=inside, other=0)
-        h = add2(mul2(word, factor, ASM), offset, ASM)
+        bases = tl.maximum(index, 0).to(tl.int64)[:, None] * (K // 2)
+        factors = tl.load(factor_ptr + bases + column[None, :], mask=inside, other=0)
+        offsets = tl.load(offset_ptr + bases + column[None, :], mask=inside, other=0)
+        h = add2(mul2(word, factors, ASM), offsets, ASM)
         largest = tl.max(umax_of(h & 0x7FFF7FFF, 1, ASM), axis=0)
     if largest > tl.load(amax_ptr, volatile=True):
         tl.atomic_max(amax_ptr, largest, sem="relaxed")
@@ -224,10 +246,10 @@ def modulate_quantise(
         else:
             tl.store(out_ptr + rows.to(tl.int64)[:, None] * half + column[None, :], h, mask=inside)
     else:
-        base = tl.maximum(index, 0).to(tl.int64)[:, None] * half
-        factor = tl.load(factor_ptr + base + column[None, :], mask=inside, other=0)
-        offset = tl.load(offset_ptr + base + column[None, :], mask=inside, other=0)
-        h = _modulated(word, weight, rstd, factor, offset, NORM, ASM)
+        bases = tl.maximum(index, 0).to(tl.int64)[:, None] * half
+        factors = tl.load(factor_ptr + bases + column[None, :], mask=inside, other=0)
+        offsets = tl.load(offset_ptr + bases + column[None, :], mask=inside, other=0)
+        h = _modulated(word, weight, rstd, factors, offsets, NORM, ASM)
         if NVFP4:
             _emit(h, inside, g, rows, column, codes_ptr, scales_ptr, M, K, R, W, ASM, FP4)
         else:
@@ -243,3 +265,84 @@ def _emit(
     store_codes(codes_ptr, rows, column, codes, M, K // 2)
     block = tl.program_id(1) * (W // 8) + tl.arange(0, W // 8)
     store_scales(scales_ptr, rows, block, bits, K // 16)
+
+
+# ---------------------------------------------------------------- launches
+
+
+def _table(x, weight, scale, shift, segments, columns_per_program=1024):
+    """Run `prepare`: bf16 words of the table, the row index of every token, and a zeroed maximum."""
+    rows, columns = x.shape
+    half = columns // 2
+    table_rows = scale.shape[0]
+    buffers = torch.empty(2, table_rows + 1, half, dtype=torch.int32, device=x.device)
+    index = torch.empty(rows, dtype=torch.int32, device=x.device)
+    amax = torch.empty(1, dtype=torch.int32, device=x.device)
+    scale, shift = (t if t.stride(-1) == 1 else t.contiguous() for t in (scale, shift))
+    groups, per_token = _launch.segment_groups(segments)
+    casts = (table_rows + 1) * triton.cdiv(half, columns_per_program)
+    marks = triton.cdiv(rows, columns_per_program)
+    for number, group in enumerate(groups):
+        group = [value % table_rows if at % 3 == 2 else value for at, value in enumerate(group)]
+        tables = casts if number == 0 else 0
+        prepare[(tables + marks,)](
+            scale, shift, scale.stride(0), shift.stride(0), buffers[0], buffers[1], index, amax,
+            table_rows, columns, rows, tables, *group,
+            FIRST=number == 0, BLOCK=columns_per_program, ASM=ASM, num_warps=4, **NO_FUSION,
+        )  # fmt: skip
+    for start, stop, row in per_token:
+        index[start:stop].copy_(row.expand(stop - start))
+    return buffers[0], buffers[1], index, amax
+
+
+def nvfp4_rows(x, weight, eps, scale, shift, segments, decode_scale, norm):
+    """The ``triton`` implementation of ``norm_modulate_nvfp4``."""
+    with _launch.on(x.device):
+        return _run(x, weight, eps, scale, shift, segments, decode_scale, norm, to_nvfp4=True)
+
+
+def bf16_rows(x, weight, eps, scale, shift, segments, norm):
+    """The ``triton`` implementation of ``norm_modulate``."""
+    with _launch.on(x.device):
+        return _run(x, weight, eps, scale, shift, segments, None, norm, to_nvfp4=False)
+
+
+def _run(x, weight, eps, scale, shift, segments, decode_scale, norm, to_nvfp4):
+    rows, columns = x.shape
+    half = columns // 2
+    factor, offset, index, amax = _table(x, weight, scale, shift, segments)
+    static = decode_scale is not None
+    fused_norm = norm == "fused"
+    if not fused_norm:
+        x = torch.nn.functional.rms_norm(x, (columns,), weight, eps)
+    source, weight = _launch.words(x), _launch.words(weight[None])[0]
+    stride = source.stride(0)
+    rstd = torch.empty(rows if fused_norm else 1, dtype=torch.float32, device=x.device)
+    if fused_norm:
+        measure[(triton.cdiv(rows, MEASURE.rows),)](
+            source, stride, weight, factor, offset, index, rstd, amax, rows, columns, eps,
+            AMAX=to_nvfp4 and not static, R=MEASURE.rows, BLOCK=MEASURE.words, ASM=ASM,
+            num_warps=MEASURE.warps, **NO_FUSION,
+        )  # fmt: skip
+    elif to_nvfp4 and not static:
+        grid = (triton.cdiv(rows, AMAX.rows), triton.cdiv(half, AMAX.words))
+        amax_tiles[grid](
+            source, stride, factor, offset, index, amax, rows, columns,
+            R=AMAX.rows, W=AMAX.words, ASM=ASM, num_warps=AMAX.warps, **NO_FUSION,
+        )  # fmt: skip
+    if to_nvfp4:
+        codes, scales, decode_scale = _launch.outputs(rows, columns, decode_scale, x.device)
+        out, covered = codes, triton.cdiv(rows, 128) * 128
+    else:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        codes = scales = decode_scale = out
+        covered = rows
+    tile = QUANTISE if to_nvfp4 else MODULATE
+    fp4 = to_nvfp4 and ASM and _launch.fp4_of(x.device)
+    modulate_quantise[(triton.cdiv(covered, tile.rows), triton.cdiv(half, tile.words))](
+        source, stride, weight, rstd, factor, offset, index, amax, decode_scale, codes, scales,
+        out if to_nvfp4 else _launch.words(out), rows, columns,
+        NORM=fused_norm, STATIC=static, NVFP4=to_nvfp4, R=tile.rows, W=tile.words, ASM=ASM, FP4=fp4,
+        num_warps=tile.warps, **NO_FUSION,
+    )  # fmt: skip
+    return _launch.result(codes, scales, decode_scale, (rows, columns)) if to_nvfp4 else out

@@ -17,6 +17,11 @@ operations. `FP4` says that the target converts fp32 to e2m1 in hardware (100, 1
 
 import triton
 import triton.language as tl
+from triton import knobs
+
+ASM = not knobs.runtime.interpret
+# A fused multiply-add where the chain rounds twice would move bits.
+NO_FUSION = {"enable_fp_fusion": False}
 
 INV_6 = tl.constexpr(0.16666667163372039794921875)  # fp32(1/6)
 INV_RANGE = tl.constexpr(0.0003720238164532929659)  # fp32(1/2688)
