@@ -152,7 +152,7 @@ def measure(
     rows = tl.program_id(0) * R + tl.arange(0, R)
     inside = rows < M
     x_row = x_ptr + rows.to(tl.int64) * x_stride
-    rstd = tl.rsqrt(_sum_of_squares(x_row, inside, K, R) / K + eps)
+    rstd = tl.rsqrt(tl.div_rn(_sum_of_squares(x_row, inside, K, R), K.to(tl.float32)) + eps)
     tl.store(rstd_ptr + rows, rstd, mask=inside)
     if AMAX:
         table = tl.load(index_ptr + rows, mask=inside, other=0).to(tl.int64) * (K // 2)
@@ -264,7 +264,7 @@ def _emit(
     codes, bits = quantise(tl.where(inside, h, 0), g, ASM, FP4, R, W)
     store_codes(codes_ptr, rows, column, codes, M, K // 2)
     block = tl.program_id(1) * (W // 8) + tl.arange(0, W // 8)
-    store_scales(scales_ptr, rows, block, bits, K // 16)
+    store_scales(scales_ptr, rows, block, bits, M, K // 16)
 
 
 # ---------------------------------------------------------------- launches

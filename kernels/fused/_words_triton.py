@@ -260,11 +260,12 @@ def store_codes(codes_ptr, rows, columns, bytes_, M, HALF):
 
 
 @triton.jit
-def store_scales(scales_ptr, rows, blocks, bits, KB):
-    """Write scale bits ``[R, B]`` in the 128x4 order; padding rows and blocks are written as they come (zeros)."""
+def store_scales(scales_ptr, rows, blocks, bits, M, KB):
+    """Write scale bits ``[R, B]`` in the 128x4 order, and zeros into the padding rows and blocks."""
     tiles = (KB + 3) // 4
     rows = rows.to(tl.int64)
     tile = (rows // 128 * tiles)[:, None] + (blocks // 4)[None, :]
     within = (rows % 32 * 16 + rows % 128 // 32 * 4)[:, None] + (blocks % 4)[None, :]
-    inside = (rows >= 0)[:, None] & (blocks < tiles * 4)[None, :]
-    tl.store(scales_ptr + tile * 512 + within, bits.to(tl.uint8), mask=inside)
+    logical = (rows < M)[:, None] & (blocks < KB)[None, :]
+    bits = tl.where(logical, bits, 0).to(tl.uint8)
+    tl.store(scales_ptr + tile * 512 + within, bits, mask=(blocks < tiles * 4)[None, :])
