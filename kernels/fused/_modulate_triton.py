@@ -48,9 +48,9 @@ class Tile:
 
 
 # Found on one H200 (research/records); what they mean is in the kernels' docstrings.
-MEASURE = Tile(rows=4, words=256, warps=4)
+MEASURE = Tile(rows=1, words=256, warps=1)
 AMAX = Tile(rows=32, words=64, warps=2)
-QUANTISE = Tile(rows=32, words=64, warps=2)
+QUANTISE = Tile(rows=32, words=32, warps=1)
 MODULATE = Tile(rows=32, words=64, warps=2)
 
 
@@ -114,19 +114,18 @@ def _normed(word, weight, rstd, ASM: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_squares(x_row, inside_rows, K, R: tl.constexpr):
+def _sum_of_squares(x_row, inside_rows, HALF: tl.constexpr, R: tl.constexpr):
     """Sum of squares of R rows [R] in ATen's order; `x_row` int32 pointers [R] to the rows' words."""
     thread = tl.arange(0, 128)
-    half = tl.arange(0, 2)
+    pair_of = tl.arange(0, 2)
     total = tl.zeros([R, 128], tl.float32)
-    for start in range(0, K // 2, 256):
-        word = start + thread[:, None] * 2 + half[None, :]
-        words = tl.load(
-            x_row[:, None, None] + word[None, :, :],
-            mask=inside_rows[:, None, None] & (word < K // 2)[None, :, :],
-            other=0,
-            eviction_policy="evict_last",
-        )
+    for start in tl.static_range(0, HALF, 256):
+        word = start + thread[:, None] * 2 + pair_of[None, :]
+        at = x_row[:, None, None] + word[None, :, :]
+        if start + 256 <= HALF:
+            words = tl.load(at, mask=inside_rows[:, None, None], other=0)
+        else:
+            words = tl.load(at, mask=inside_rows[:, None, None] & (word < HALF)[None, :, :], other=0)
         first, second = tl.split(words)
         total = tl.fma(low(first), low(first), total)
         total = tl.fma(high(first), high(first), total)
@@ -145,23 +144,24 @@ def _sum_of_squares(x_row, inside_rows, K, R: tl.constexpr):
 
 @triton.jit
 def measure(
-    x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, rstd_ptr, amax_ptr, M, K, eps,
-    AMAX: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+    x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, rstd_ptr, amax_ptr, M, eps,
+    AMAX: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """rstd of each row, and the largest magnitude of the modulated rows by atomic maximum over their bf16 bits."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
     inside = rows < M
     x_row = x_ptr + rows.to(tl.int64) * x_stride
-    rstd = tl.rsqrt(tl.div_rn(_sum_of_squares(x_row, inside, K, R), K.to(tl.float32)) + eps)
+    squares = _sum_of_squares(x_row, inside, HALF, R)
+    rstd = tl.rsqrt(tl.div_rn(squares, tl.zeros_like(squares) + 2 * HALF) + eps)
     tl.store(rstd_ptr + rows, rstd, mask=inside)
     if AMAX:
-        table = tl.load(index_ptr + rows, mask=inside, other=0).to(tl.int64) * (K // 2)
+        table = tl.load(index_ptr + rows, mask=inside, other=0).to(tl.int64) * HALF
         best = tl.zeros([R, BLOCK], tl.int32)
-        for start in range(0, K // 2, BLOCK):
+        for start in tl.static_range(0, HALF, BLOCK):
             column = start + tl.arange(0, BLOCK)
-            mask = inside[:, None] & (column < K // 2)[None, :]
+            mask = inside[:, None] & (column < HALF)[None, :]
             word = tl.load(x_row[:, None] + column[None, :], mask=mask, other=0)
-            weight = tl.load(weight_ptr + column, mask=column < K // 2, other=0)
+            weight = tl.load(weight_ptr + column, mask=column < HALF, other=0)
             factor = tl.load(factor_ptr + table[:, None] + column[None, :], mask=mask, other=0)
             offset = tl.load(offset_ptr + table[:, None] + column[None, :], mask=mask, other=0)
             h = add2(mul2(_normed(word, weight[None, :], rstd[:, None], ASM), factor, ASM), offset, ASM)
@@ -211,7 +211,7 @@ def _modulated(word, weight, rstd, factor, offset, NORM: tl.constexpr, ASM: tl.c
 def modulate_quantise(
     x_ptr, x_stride, weight_ptr, rstd_ptr, factor_ptr, offset_ptr, index_ptr, amax_ptr, decode_ptr,
     codes_ptr, scales_ptr, out_ptr, M, K,
-    NORM: tl.constexpr, STATIC: tl.constexpr, NVFP4: tl.constexpr,
+    NORM: tl.constexpr, STATIC: tl.constexpr, NVFP4: tl.constexpr, EVEN: tl.constexpr,
     R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, FP4: tl.constexpr,
 ):  # fmt: skip
     """Tiles of R rows x W words: x (and rstd) -> modulated -> codes and scales, or bf16 words when NVFP4 is False."""
@@ -219,7 +219,7 @@ def modulate_quantise(
     column = tl.program_id(1) * W + tl.arange(0, W)
     half = K // 2
     inside_rows = rows < M
-    inside = inside_rows[:, None] & (column < half)[None, :]
+    inside = inside_rows[:, None] if EVEN else inside_rows[:, None] & (column < half)[None, :]
     word = tl.load(x_ptr + rows.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0)
     index = tl.load(index_ptr + rows, mask=inside_rows, other=-1)
     if NORM:
@@ -242,7 +242,7 @@ def modulate_quantise(
         offset = tl.load(offset_ptr + base + column, mask=column < half, other=0)[None, :]
         h = _modulated(word, weight, rstd, factor, offset, NORM, ASM)
         if NVFP4:
-            _emit(h, inside, g, rows, column, codes_ptr, scales_ptr, M, K, R, W, ASM, FP4)
+            _emit(h, g, rows, column, codes_ptr, scales_ptr, M, K, EVEN, R, W, ASM, FP4)
         else:
             tl.store(out_ptr + rows.to(tl.int64)[:, None] * half + column[None, :], h, mask=inside)
     else:
@@ -251,18 +251,18 @@ def modulate_quantise(
         offsets = tl.load(offset_ptr + bases + column[None, :], mask=inside, other=0)
         h = _modulated(word, weight, rstd, factors, offsets, NORM, ASM)
         if NVFP4:
-            _emit(h, inside, g, rows, column, codes_ptr, scales_ptr, M, K, R, W, ASM, FP4)
+            _emit(h, g, rows, column, codes_ptr, scales_ptr, M, K, EVEN, R, W, ASM, FP4)
         else:
             tl.store(out_ptr + rows.to(tl.int64)[:, None] * half + column[None, :], h, mask=inside)
 
 
 @triton.jit
 def _emit(
-    h, inside, g, rows, column, codes_ptr, scales_ptr, M, K,
-    R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, FP4: tl.constexpr,
+    h, g, rows, column, codes_ptr, scales_ptr, M, K,
+    EVEN: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, FP4: tl.constexpr,
 ):  # fmt: skip
-    codes, bits = quantise(tl.where(inside, h, 0), g, ASM, FP4, R, W)
-    store_codes(codes_ptr, rows, column, codes, M, K // 2)
+    codes, bits = quantise(h, g, ASM, FP4, R, W)
+    store_codes(codes_ptr, rows, column, codes, M, K // 2, EVEN)
     block = tl.program_id(1) * (W // 8) + tl.arange(0, W // 8)
     store_scales(scales_ptr, rows, block, bits, M, K // 16)
 
@@ -320,8 +320,8 @@ def _run(x, weight, eps, scale, shift, segments, decode_scale, norm, to_nvfp4):
     rstd = torch.empty(rows if fused_norm else 1, dtype=torch.float32, device=x.device)
     if fused_norm:
         measure[(triton.cdiv(rows, MEASURE.rows),)](
-            source, stride, weight, factor, offset, index, rstd, amax, rows, columns, eps,
-            AMAX=to_nvfp4 and not static, R=MEASURE.rows, BLOCK=MEASURE.words, ASM=ASM,
+            source, stride, weight, factor, offset, index, rstd, amax, rows, eps,
+            AMAX=to_nvfp4 and not static, HALF=half, R=MEASURE.rows, BLOCK=MEASURE.words, ASM=ASM,
             num_warps=MEASURE.warps, **NO_FUSION,
         )  # fmt: skip
     elif to_nvfp4 and not static:
@@ -342,7 +342,7 @@ def _run(x, weight, eps, scale, shift, segments, decode_scale, norm, to_nvfp4):
     modulate_quantise[(triton.cdiv(covered, tile.rows), triton.cdiv(half, tile.words))](
         source, stride, weight, rstd, factor, offset, index, amax, decode_scale, codes, scales,
         out if to_nvfp4 else _launch.words(out), rows, columns,
-        NORM=fused_norm, STATIC=static, NVFP4=to_nvfp4, R=tile.rows, W=tile.words, ASM=ASM, FP4=fp4,
+        NORM=fused_norm, STATIC=static, NVFP4=to_nvfp4, EVEN=half % tile.words == 0, R=tile.rows, W=tile.words, ASM=ASM, FP4=fp4,
         num_warps=tile.warps, **NO_FUSION,
     )  # fmt: skip
     return _launch.result(codes, scales, decode_scale, (rows, columns)) if to_nvfp4 else out

@@ -171,15 +171,44 @@ def _e4m3(s, ASM: tl.constexpr):
 
 @triton.jit
 def _e2m1_field(a):
-    """int32 whose bits 22..24 are the e2m1 code of a >= 0 (a < 8, or NaN), to nearest, ties to even.
+    """int32 with the e2m1 code of a >= 0 in bits 22..24 and nothing else, to nearest, ties to even; NaN counts as 6.
 
     a is rounded to a multiple of 0.5, 1 or 2 (below 2, below 4, above) by adding and subtracting 2**22 times the power
     of two below max(a, 1): fp32 addition rounds to even. The result has at most two significant bits, and times
     2**-126 it is an fp32 number whose exponent and first mantissa bit are those of e2m1, subnormal included.
     """
+    a = tl.minimum(a, 6.0)
     power = (tl.maximum(a, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     shift = power * 4194304.0
     return (((a + shift) - shift) * TINY).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _with_signs(fields, words, ASM: tl.constexpr):
+    """Top byte of `fields` (codes without signs) and the signs of the word's elements, as bytes."""
+    if ASM:
+        # Four words at a time: their top bytes, the bytes with the even signs (bit 15), those with the odd (bit 31).
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 a, b, c, d;
+            prmt.b32 a, $1, $2, 0x0073;
+            prmt.b32 b, $3, $4, 0x0073;
+            prmt.b32 a, a, b, 0x5410;
+            prmt.b32 c, $5, $6, 0x0051;
+            prmt.b32 d, $7, $8, 0x0051;
+            prmt.b32 c, c, d, 0x5410;
+            lop3.b32 a, a, c, 0x80808080, 0xF8;
+            prmt.b32 c, $5, $6, 0x0073;
+            prmt.b32 d, $7, $8, 0x0073;
+            prmt.b32 c, c, d, 0x5410;
+            shr.u32 c, c, 4;
+            lop3.b32 $0, a, c, 0x08080808, 0xF8;
+            }""",
+            "=r,r,r,r,r,r,r,r,r", [fields, words], dtype=tl.uint8, is_pure=True, pack=4,
+        )  # fmt: skip
+    else:
+        signed = fields | (words << 16) & -0x80000000 | (words >> 4) & 0x08000000
+        return ((signed >> 24) & 0xFF).to(tl.uint8)
 
 
 @triton.jit
@@ -198,12 +227,9 @@ def _bytes_of(words, magnitudes, e, ASM: tl.constexpr, FP4: tl.constexpr):
             "=r,f,f,f,f,f,f,f,f", [low(words) * e, high(words) * e], dtype=tl.uint8, is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        even = _e2m1_field(low(magnitudes) * e) & 0x01C00000
-        odd = _e2m1_field(high(magnitudes) * e) & 0x01C00000
-        # Even code to bits 28..30 and odd to 24..26; the signs to 31 and 27.
-        fields = even * 64 + odd * 4
-        signed = fields | (words << 16) & -0x80000000 | (words >> 4) & 0x08000000
-        return ((signed >> 24) & 0xFF).to(tl.uint8)
+        # Even code to bits 28..30, odd code to 24..26.
+        fields = _e2m1_field(low(magnitudes) * e) * 64 + _e2m1_field(high(magnitudes) * e) * 4
+        return _with_signs(fields, words, ASM)
 
 
 @triton.jit
@@ -211,7 +237,7 @@ def quantise(words, decode_scale, ASM: tl.constexpr, FP4: tl.constexpr, R: tl.co
     """Quantise a tile of bf16 words to bytes of codes and e4m3 scale bits.
 
     s = min(amax16 * fp32(1/6) * rcp(g), 448), s8 = e4m3(s), e = min(rcp(g * s8), FLT_MAX), code = e2m1(x * e); all fp32,
-    reciprocals approximate with ftz. A decode scale of 0 gives zeros.
+    reciprocals approximate with ftz. A decode scale of 0 gives zeros (a negative zero keeps its sign).
 
     Args:
         words: int32 ``[R, W]``; W a multiple of 8.
@@ -228,35 +254,22 @@ def quantise(words, decode_scale, ASM: tl.constexpr, FP4: tl.constexpr, R: tl.co
     step = _mul_ftz(tl.zeros_like(s8) + decode_scale, s8, ASM)
     e = tl.minimum(reciprocal(step, ASM), FLT_MAX)
     e = tl.where(decode_scale == 0.0, 0.0, e)
-    if not FP4:
-        # The rounding below takes nothing from 8 up, so elements are clamped to about 7/e first: as bf16 it is above 6
-        # and below 8 after the product. Where e is FLT_MAX (a step of zero or below the normal numbers), 7/e is 2.06e-38.
-        bound = tl.where(step >= TINY, step * 7.0, 2.06e-38)
-        bound = pair(bound, bound, ASM)
-        wide = tl.reshape(tl.broadcast_to(bound[:, :, None], [R, W // 8, 8]), [R, W])
-        magnitudes = _min2(magnitudes, wide, ASM)
     e_wide = tl.reshape(tl.broadcast_to(e[:, :, None], [R, W // 8, 8]), [R, W])
     return _bytes_of(words, magnitudes, e_wide, ASM, FP4), bits
 
 
 @triton.jit
-def _min2(a, b, ASM: tl.constexpr):
-    """Smaller halves of two words of magnitudes; a NaN gives the other."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "min.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
-        )
-    else:
-        odd = tl.minimum((a >> 16) & 0xFFFF, (b >> 16) & 0xFFFF)
-        return (odd << 16) | tl.minimum(a & 0xFFFF, b & 0xFFFF)
+def store_codes(codes_ptr, rows, columns, codes, M, HALF, EVEN: tl.constexpr):
+    """Write bytes of codes ``[R, W]``, and zeros into the rows from M up to the next multiple of 16.
 
-
-@triton.jit
-def store_codes(codes_ptr, rows, columns, bytes_, M, HALF):
-    """Write bytes of codes ``[R, W]``; rows from M up to the next multiple of 16 are written too (they hold zeros)."""
-    padded = (M + 15) // 16 * 16
-    inside = (rows < padded)[:, None] & (columns < HALF)[None, :]
-    tl.store(codes_ptr + rows.to(tl.int64)[:, None] * HALF + columns[None, :], bytes_, mask=inside)
+    EVEN says that all columns are inside.
+    """
+    at = codes_ptr + rows.to(tl.int64)[:, None] * HALF + columns[None, :]
+    inside = (rows < M)[:, None] if EVEN else (rows < M)[:, None] & (columns < HALF)[None, :]
+    tl.store(at, codes, mask=inside)
+    if tl.max(rows, axis=0) >= M:
+        padding = ((rows >= M) & (rows < (M + 15) // 16 * 16))[:, None] & (columns < HALF)[None, :]
+        tl.store(at, tl.zeros_like(codes), mask=padding)
 
 
 @triton.jit
