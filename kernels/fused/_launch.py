@@ -84,8 +84,8 @@ def segment_groups(segments: Sequence) -> tuple[list[list[int]], list[tuple]]:
     """Split segments into groups for :func:`prepare` and those with a row per token.
 
     Returns:
-        ``(lists of 24 ints: start, stop, row for eight segments, padded with empty ones; [(start, stop, LongTensor)])``.
-        There is always at least one group.
+        ``([start, stop, row, ...] of eight segments each, padded with empty ones; [(start, stop, LongTensor)])``
+        with at least one group.
     """
     flat, tensors = [], []
     for start, stop, row in segments:

@@ -48,7 +48,7 @@ class Tile:
 
 
 # Found on one H200 (research/records); what they mean is in the kernels' docstrings.
-MEASURE = Tile(rows=1, words=256, warps=1)
+MEASURE = Tile(rows=1, words=512, warps=4)
 AMAX = Tile(rows=32, words=64, warps=2)
 QUANTISE = Tile(rows=32, words=32, warps=1)
 MODULATE = Tile(rows=32, words=64, warps=2)
@@ -270,7 +270,7 @@ def _emit(
 # ---------------------------------------------------------------- launches
 
 
-def _table(x, weight, scale, shift, segments, columns_per_program=1024):
+def table_of(x, scale, shift, segments, columns_per_program=1024):
     """Run `prepare`: bf16 words of the table, the row index of every token, and a zeroed maximum."""
     rows, columns = x.shape
     half = columns // 2
@@ -310,7 +310,7 @@ def bf16_rows(x, weight, eps, scale, shift, segments, norm):
 def _run(x, weight, eps, scale, shift, segments, decode_scale, norm, to_nvfp4):
     rows, columns = x.shape
     half = columns // 2
-    factor, offset, index, amax = _table(x, weight, scale, shift, segments)
+    factor, offset, index, amax = table_of(x, scale, shift, segments)
     static = decode_scale is not None
     fused_norm = norm == "fused"
     if not fused_norm:
@@ -342,7 +342,8 @@ def _run(x, weight, eps, scale, shift, segments, decode_scale, norm, to_nvfp4):
     modulate_quantise[(triton.cdiv(covered, tile.rows), triton.cdiv(half, tile.words))](
         source, stride, weight, rstd, factor, offset, index, amax, decode_scale, codes, scales,
         out if to_nvfp4 else _launch.words(out), rows, columns,
-        NORM=fused_norm, STATIC=static, NVFP4=to_nvfp4, EVEN=half % tile.words == 0, R=tile.rows, W=tile.words, ASM=ASM, FP4=fp4,
+        NORM=fused_norm, STATIC=static, NVFP4=to_nvfp4, EVEN=half % tile.words == 0,
+        R=tile.rows, W=tile.words, ASM=ASM, FP4=fp4,
         num_warps=tile.warps, **NO_FUSION,
     )  # fmt: skip
     return _launch.result(codes, scales, decode_scale, (rows, columns)) if to_nvfp4 else out

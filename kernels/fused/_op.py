@@ -30,13 +30,14 @@ class FusedRefused(RuntimeError):
 class Implementation:
     """One way to compute an op on some devices.
 
-    ``run`` takes the op's own arguments after validation; ``refuse(device)`` gives the reason why it cannot run there,
-    or None. It must not import or launch anything heavy.
+    ``run`` takes the op's own arguments after validation. ``refuse(device)`` gives the reason why it cannot run on a
+    device, ``accepts(*arguments)`` the reason why it cannot take these, or None. Neither imports or launches anything.
     """
 
     name: str
     run: Callable
     refuse: Callable[[torch.device], str | None]
+    accepts: Callable[..., str | None] = lambda *arguments: None
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,17 @@ def choose(op: Op, device: torch.device, impl: str) -> tuple[str, dict[str, str]
     return REFERENCE, reasons
 
 
-def run(op: Op, device: torch.device, impl: str, *args, **kwargs):
-    """Run the implementation that :func:`choose` picks."""
+def run(op: Op, device: torch.device, impl: str, *args):
+    """Run the implementation that :func:`choose` picks; ``auto`` runs the reference when it does not take these."""
     name, _ = choose(op, device, impl)
-    if name == REFERENCE:
-        return op.reference(*args, **kwargs)
-    implementation = next(item for item in op.implementations if item.name == name)
-    return implementation.run(*args, **kwargs)
+    for item in op.implementations:
+        if item.name == name:
+            reason = item.accepts(*args)
+            if reason is None:
+                return item.run(*args)
+            if impl != "auto":
+                raise FusedRefused(op.name, {name: reason})
+    return op.reference(*args)
 
 
 def check_rows(op: str, name: str, tensor: torch.Tensor, columns: int | None = None) -> None:

@@ -147,7 +147,7 @@ def _mul_ftz(a, b, ASM: tl.constexpr):
 
 @triton.jit
 def decode_scale_of(amax_bits):
-    """``fp32(bf16(amax * fp32(1/2688)))`` from the bf16 bits of amax, as torch divides a bf16 tensor by 2688 on CUDA."""
+    """``fp32(bf16(amax * fp32(1/2688)))`` from the bf16 bits of amax, as torch on CUDA divides bf16 by 2688."""
     product = (amax_bits << 16).to(tl.float32, bitcast=True) * INV_RANGE
     rounded = (_rounded_bits(product) & -65536).to(tl.float32, bitcast=True)
     return tl.where(product == product, rounded, product)
@@ -236,8 +236,8 @@ def _bytes_of(words, magnitudes, e, ASM: tl.constexpr, FP4: tl.constexpr):
 def quantise(words, decode_scale, ASM: tl.constexpr, FP4: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     """Quantise a tile of bf16 words to bytes of codes and e4m3 scale bits.
 
-    s = min(amax16 * fp32(1/6) * rcp(g), 448), s8 = e4m3(s), e = min(rcp(g * s8), FLT_MAX), code = e2m1(x * e); all fp32,
-    reciprocals approximate with ftz. A decode scale of 0 gives zeros (a negative zero keeps its sign).
+    s = min(amax16 * fp32(1/6) * rcp(g), 448), s8 = e4m3(s), e = min(rcp(g * s8), FLT_MAX), code = e2m1(x * e); all
+    fp32, reciprocals approximate with ftz. A decode scale of 0 gives zeros (a negative zero keeps its sign).
 
     Args:
         words: int32 ``[R, W]``; W a multiple of 8.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _op
+from . import _launch, _op
 
 
 def reference(x, gate, y, segments):
@@ -20,7 +20,27 @@ def bytes_moved(rows: int, columns: int, element_bytes: int = 2) -> int:
     return 3 * rows * columns * element_bytes
 
 
-OP = _op.Op("gate_residual_", "gated residual, in place", reference, bytes_moved)
+def _accepts(x, gate, y, segments) -> str | None:
+    if gate.dtype not in (torch.bfloat16, torch.float32):
+        return f"needs an fp32 or bf16 table, have {gate.dtype}"
+    if x.stride(-1) != 1 or x.stride(0) % 2 or x.data_ptr() % 4:
+        return "needs rows of whole 32-bit words to write into"
+    return _launch.shape_refusal(x, x.shape[1])
+
+
+def _triton(*arguments):
+    from . import _gate_triton
+
+    return _gate_triton.gate_residual_(*arguments)
+
+
+OP = _op.Op(
+    "gate_residual_",
+    "gated residual, in place",
+    reference,
+    bytes_moved,
+    (_op.Implementation("triton", _triton, _launch.device_refusal, _accepts),),
+)
 
 
 def gate_residual_(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import _op
+from . import _launch, _op
 
 NORMS = ("aten", "fused")
 
@@ -45,7 +45,28 @@ def bytes_moved(rows: int, columns: int, element_bytes: int = 2) -> int:
     return 2 * rows * columns * element_bytes
 
 
-OP = _op.Op("norm_modulate", "RMSNorm and per-segment modulation, bf16 out", reference, bytes_moved)
+def accepts(x, weight, eps, scale, shift, *rest) -> str | None:
+    """Why the Triton kernels do not take these arguments, or None."""
+    if weight.dtype != x.dtype:
+        return f"needs the weight in x's dtype, have {weight.dtype} and {x.dtype}"
+    if scale.dtype not in (torch.bfloat16, torch.float32) or scale.dtype != shift.dtype:
+        return f"needs tables of one dtype, fp32 or bf16, have {scale.dtype} and {shift.dtype}"
+    return _launch.shape_refusal(x, x.shape[1])
+
+
+def _triton(*arguments):
+    from . import _modulate_triton
+
+    return _modulate_triton.bf16_rows(*arguments)
+
+
+OP = _op.Op(
+    "norm_modulate",
+    "RMSNorm and per-segment modulation, bf16 out",
+    reference,
+    bytes_moved,
+    (_op.Implementation("triton", _triton, _launch.device_refusal, accepts),),
+)
 
 
 def check(op: str, x, weight, scale, shift, segments, norm: str) -> None:

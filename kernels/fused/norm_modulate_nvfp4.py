@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from .. import nvfp4
-from . import _op
-from .norm_modulate import check
+from . import _launch, _op
+from .norm_modulate import accepts, check
 from .norm_modulate import reference as bf16_reference
 
 
@@ -22,7 +22,19 @@ def bytes_moved(rows: int, columns: int, element_bytes: int = 2, static: bool = 
     return rows * columns * element_bytes * readings + rows * columns // 2 + rows * columns // 16
 
 
-OP = _op.Op("norm_modulate_nvfp4", "RMSNorm and per-segment modulation, NVFP4 out", reference, bytes_moved)
+def _triton(*arguments):
+    from . import _modulate_triton
+
+    return _modulate_triton.nvfp4_rows(*arguments)
+
+
+OP = _op.Op(
+    "norm_modulate_nvfp4",
+    "RMSNorm and per-segment modulation, NVFP4 out",
+    reference,
+    bytes_moved,
+    (_op.Implementation("triton", _triton, _launch.device_refusal, accepts),),
+)
 
 
 def norm_modulate_nvfp4(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import nvfp4
-from . import _op
+from . import _launch, _op
 
 
 def rows(x: torch.Tensor) -> torch.Tensor:
@@ -23,7 +23,24 @@ def bytes_moved(rows: int, columns: int, element_bytes: int = 2, static: bool = 
     return rows * columns * element_bytes * readings + rows * columns // 2 + rows * columns // 16
 
 
-OP = _op.Op("rows_nvfp4", "attention output, NVFP4 out", reference, bytes_moved)
+def _accepts(x, decode_scale) -> str | None:
+    columns = x.shape[1] if x.dim() == 2 else x.shape[0] * x.shape[2]
+    return _launch.shape_refusal(x if x.dim() == 2 else x[0], columns)
+
+
+def _triton(x, decode_scale):
+    from . import _swiglu_triton
+
+    return _swiglu_triton.rows_nvfp4(x, decode_scale)
+
+
+OP = _op.Op(
+    "rows_nvfp4",
+    "attention output, NVFP4 out",
+    reference,
+    bytes_moved,
+    (_op.Implementation("triton", _triton, _launch.device_refusal, _accepts),),
+)
 
 
 def rows_nvfp4(x: torch.Tensor, *, decode_scale: torch.Tensor | None = None, impl: str = "auto") -> nvfp4.NVFP4:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from . import _op
+from . import _launch, _op
 
 
 def reference(gate_up):
@@ -18,7 +18,24 @@ def bytes_moved(rows: int, columns: int, element_bytes: int = 2) -> int:
     return 3 * rows * columns * element_bytes
 
 
-OP = _op.Op("swiglu", "silu(gate) * up, bf16 out", reference, bytes_moved)
+def accepts(gate_up, *rest) -> str | None:
+    """Why the Triton kernels do not take these arguments, or None."""
+    return _launch.shape_refusal(gate_up, gate_up.shape[1] // 2)
+
+
+def _triton(gate_up):
+    from . import _swiglu_triton
+
+    return _swiglu_triton.swiglu(gate_up)
+
+
+OP = _op.Op(
+    "swiglu",
+    "silu(gate) * up, bf16 out",
+    reference,
+    bytes_moved,
+    (_op.Implementation("triton", _triton, _launch.device_refusal, accepts),),
+)
 
 
 def check(op: str, gate_up: torch.Tensor) -> None:

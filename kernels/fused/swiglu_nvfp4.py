@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from .. import nvfp4
-from . import _op
-from .swiglu import check
+from . import _launch, _op
+from .swiglu import accepts, check
 from .swiglu import reference as bf16_reference
 
 
@@ -20,7 +20,19 @@ def bytes_moved(rows: int, columns: int, element_bytes: int = 2, static: bool = 
     return 2 * rows * columns * element_bytes * readings + rows * columns // 2 + rows * columns // 16
 
 
-OP = _op.Op("swiglu_nvfp4", "silu(gate) * up, NVFP4 out", reference, bytes_moved)
+def _triton(gate_up, decode_scale):
+    from . import _swiglu_triton
+
+    return _swiglu_triton.swiglu_nvfp4(gate_up, decode_scale)
+
+
+OP = _op.Op(
+    "swiglu_nvfp4",
+    "silu(gate) * up, NVFP4 out",
+    reference,
+    bytes_moved,
+    (_op.Implementation("triton", _triton, _launch.device_refusal, accepts),),
+)
 
 
 def swiglu_nvfp4(

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import comfy_server
+import conftest
 import pytest
 import sandbox
 import sandbox_install
@@ -546,3 +547,14 @@ class TestConftest:
         output = Path(folder_paths.get_output_directory())
         assert output.is_dir()
         assert comfyui_folder() not in output.parents
+
+    def test_a_gpu_test_is_skipped_with_the_reason_where_there_is_none(self, monkeypatch):
+        import torch
+
+        class Marked:
+            def get_closest_marker(self, name):
+                return name == "gpu"
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        with pytest.raises(pytest.skip.Exception, match="sees no CUDA device"):
+            conftest.pytest_runtest_setup(Marked())

@@ -63,6 +63,9 @@ def imports(tree: ast.AST, file: str) -> Iterator[tuple[int, int, str]]:
             yield from ((node.lineno, node.level, ".".join((*base, tail))) for tail in tails)
 
 
+DEVICE_CODE = re.compile(r"(^|/)_\w+_(triton|cute)\.py$")
+
+
 def one_way(tree: ast.AST, file: str) -> Findings:
     """nodes -> kernels; kernels never see ComfyUI; install.py and the root stand alone; nothing imports tests."""
     part = "" if file == "__init__.py" else Path(file).with_suffix("").parts[0]
@@ -87,7 +90,13 @@ def backends_apart(tree: ast.AST, file: str) -> Findings:
 
 
 def heavy_in_functions(tree: ast.AST, file: str) -> Findings:
-    """triton and its like are imported when a kernel is loaded, never when the pack is."""
+    """triton and its like are imported when a kernel is loaded, never when the pack is.
+
+    Files of device code (``_*_triton.py``, ``_*_cute.py``) import them at the top, since their functions are compiled
+    from their globals; such a file may then be imported inside a function only, or by another one of its kind.
+    """
+    if DEVICE_CODE.search(file):
+        return
     inside = {
         id(child)
         for node in ast.walk(tree)
@@ -96,9 +105,10 @@ def heavy_in_functions(tree: ast.AST, file: str) -> Findings:
     }
     for node in ast.walk(tree):
         if isinstance(node, (ast.Import, ast.ImportFrom)) and id(node) not in inside:
-            named = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            names = [alias.name for alias in node.names]
+            named = [node.module, *names] if isinstance(node, ast.ImportFrom) and node.module else names
             for name in named:
-                if name.split(".")[0] in HEAVY:
+                if name.split(".")[0] in HEAVY or DEVICE_CODE.search(f"{name}.py"):
                     yield node.lineno, f"{name} is imported with the module; import it inside a function"
 
 
