@@ -52,6 +52,7 @@ MEASURE = Tile(rows=1, words=512, warps=4)
 AMAX = Tile(rows=32, words=64, warps=2)
 QUANTISE = Tile(rows=32, words=32, warps=1)
 MODULATE = Tile(rows=32, words=64, warps=2)
+ROW = Tile(rows=1, words=128, warps=1)
 
 
 @triton.jit
@@ -170,6 +171,32 @@ def measure(
         # Most programs find that the maximum so far is theirs to leave alone; the atomic is for the few others.
         if largest > tl.load(amax_ptr, volatile=True):
             tl.atomic_max(amax_ptr, largest, sem="relaxed")
+
+
+@triton.jit
+def row_quantise(
+    x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, decode_ptr, codes_ptr, scales_ptr, M, eps,
+    HALF: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, FP4: tl.constexpr,
+):  # fmt: skip
+    """Norm, modulation and quantisation with a static scale in one reading of x: the second one comes from L1."""
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    inside = rows < M
+    x_row = x_ptr + rows.to(tl.int64) * x_stride
+    squares = _sum_of_squares(x_row, inside, HALF, R)
+    rstd = tl.rsqrt(tl.div_rn(squares, tl.zeros_like(squares) + 2 * HALF) + eps)
+    table = tl.load(index_ptr + rows, mask=inside, other=0).to(tl.int64) * HALF
+    g = tl.load(decode_ptr)
+    for start in tl.static_range(0, HALF, W):
+        column = start + tl.arange(0, W)
+        mask = inside[:, None] & (column < HALF)[None, :]
+        word = tl.load(x_row[:, None] + column[None, :], mask=mask, other=0)
+        weight = tl.load(weight_ptr + column, mask=column < HALF, other=0)
+        factor = tl.load(factor_ptr + table[:, None] + column[None, :], mask=mask, other=0)
+        offset = tl.load(offset_ptr + table[:, None] + column[None, :], mask=mask, other=0)
+        h = add2(mul2(_normed(word, weight[None, :], rstd[:, None], ASM), factor, ASM), offset, ASM)
+        codes, bits = quantise(h, g, ASM, FP4, R, W)
+        store_codes(codes_ptr, rows, column, codes, M, HALF, start + W <= HALF)
+        store_scales(scales_ptr, rows, start // 8 + tl.arange(0, W // 8), bits, M, HALF // 8)
 
 
 @triton.jit
@@ -318,6 +345,14 @@ def _run(x, weight, eps, scale, shift, segments, decode_scale, norm, to_nvfp4):
     source, weight = _launch.words(x), _launch.words(weight[None])[0]
     stride = source.stride(0)
     rstd = torch.empty(rows if fused_norm else 1, dtype=torch.float32, device=x.device)
+    if fused_norm and static:
+        codes, scales, decode_scale = _launch.outputs(rows, columns, decode_scale, x.device)
+        row_quantise[(triton.cdiv(triton.cdiv(rows, 128) * 128, ROW.rows),)](
+            source, stride, weight, factor, offset, index, decode_scale, codes, scales, rows, eps,
+            HALF=half, R=ROW.rows, W=ROW.words, ASM=ASM, FP4=ASM and _launch.fp4_of(x.device),
+            num_warps=ROW.warps, **NO_FUSION,
+        )  # fmt: skip
+        return _launch.result(codes, scales, decode_scale, (rows, columns))
     if fused_norm:
         measure[(triton.cdiv(rows, MEASURE.rows),)](
             source, stride, weight, factor, offset, index, rstd, amax, rows, eps,
