@@ -25,16 +25,16 @@ from ._words_triton import (
     ASM,
     NO_FUSION,
     add2,
+    amax_bits,
     decode_scale_of,
     high,
+    larger,
     low,
     mul2,
     pair,
     quantise,
     store_codes,
     store_scales,
-    umax2,
-    umax_of,
 )
 
 
@@ -156,18 +156,33 @@ def measure(
     rstd = tl.rsqrt(tl.div_rn(squares, tl.zeros_like(squares) + 2 * HALF) + eps)
     tl.store(rstd_ptr + rows, rstd, mask=inside)
     if AMAX:
-        table = tl.load(index_ptr + rows, mask=inside, other=0).to(tl.int64) * HALF
-        best = tl.zeros([R, BLOCK], tl.int32)
-        for start in tl.static_range(0, HALF, BLOCK):
-            column = start + tl.arange(0, BLOCK)
-            mask = inside[:, None] & (column < HALF)[None, :]
-            word = tl.load(x_row[:, None] + column[None, :], mask=mask, other=0)
-            weight = tl.load(weight_ptr + column, mask=column < HALF, other=0)
-            factor = tl.load(factor_ptr + table[:, None] + column[None, :], mask=mask, other=0)
-            offset = tl.load(offset_ptr + table[:, None] + column[None, :], mask=mask, other=0)
-            h = add2(mul2(_normed(word, weight[None, :], rstd[:, None], ASM), factor, ASM), offset, ASM)
-            best = umax2(best, h & 0x7FFF7FFF, ASM)
-        largest = tl.max(umax_of(best, 1, ASM), axis=0)
+        index = tl.load(index_ptr + rows, mask=inside, other=-1)
+        least = tl.min(tl.where(index < 0, 2147483647, index), axis=0)
+        if least == tl.max(index, axis=0):
+            base = least.to(tl.int64) * HALF
+            best = tl.zeros([R, BLOCK], tl.int32)
+            for start in tl.static_range(0, HALF, BLOCK):
+                column = start + tl.arange(0, BLOCK)
+                within = column < HALF
+                word = tl.load(x_row[:, None] + column[None, :], mask=within[None, :], other=0)
+                weight = tl.load(weight_ptr + column, mask=within, other=0)[None, :]
+                factor = tl.load(factor_ptr + base + column, mask=within, other=0)[None, :]
+                offset = tl.load(offset_ptr + base + column, mask=within, other=0)[None, :]
+                h = add2(mul2(_normed(word, weight, rstd[:, None], ASM), factor, ASM), offset, ASM)
+                best = larger(best, h, ASM)
+        else:
+            bases = tl.maximum(index, 0).to(tl.int64)[:, None] * HALF
+            best = tl.zeros([R, BLOCK], tl.int32)
+            for start in tl.range(0, HALF, BLOCK):
+                column = start + tl.arange(0, BLOCK)
+                within = inside[:, None] & (column < HALF)[None, :]
+                word = tl.load(x_row[:, None] + column[None, :], mask=within, other=0)
+                weight = tl.load(weight_ptr + column, mask=column < HALF, other=0)[None, :]
+                factor = tl.load(factor_ptr + bases + column[None, :], mask=within, other=0)
+                offset = tl.load(offset_ptr + bases + column[None, :], mask=within, other=0)
+                h = add2(mul2(_normed(word, weight, rstd[:, None], ASM), factor, ASM), offset, ASM)
+                best = larger(best, h, ASM)
+        largest = tl.max(amax_bits(best, 1, ASM), axis=0)
         # Most programs find that the maximum so far is theirs to leave alone; the atomic is for the few others.
         if largest > tl.load(amax_ptr, volatile=True):
             tl.atomic_max(amax_ptr, largest, sem="relaxed")
@@ -216,13 +231,13 @@ def amax_tiles(
         factor = tl.load(factor_ptr + base + column, mask=column < K // 2, other=0)
         offset = tl.load(offset_ptr + base + column, mask=column < K // 2, other=0)
         h = add2(mul2(word, factor[None, :], ASM), offset[None, :], ASM)
-        largest = tl.max(umax_of(tl.where(inside, h & 0x7FFF7FFF, 0), 1, ASM), axis=0)
+        largest = tl.max(amax_bits(tl.where(inside, h, 0), 1, ASM), axis=0)
     else:
         bases = tl.maximum(index, 0).to(tl.int64)[:, None] * (K // 2)
         factors = tl.load(factor_ptr + bases + column[None, :], mask=inside, other=0)
         offsets = tl.load(offset_ptr + bases + column[None, :], mask=inside, other=0)
         h = add2(mul2(word, factors, ASM), offsets, ASM)
-        largest = tl.max(umax_of(h & 0x7FFF7FFF, 1, ASM), axis=0)
+        largest = tl.max(amax_bits(h, 1, ASM), axis=0)
     if largest > tl.load(amax_ptr, volatile=True):
         tl.atomic_max(amax_ptr, largest, sem="relaxed")
 

@@ -14,6 +14,7 @@ from . import _launch
 from ._words_triton import (
     ASM,
     NO_FUSION,
+    amax_bits,
     decode_scale_of,
     high,
     low,
@@ -22,7 +23,6 @@ from ._words_triton import (
     quantise,
     store_codes,
     store_scales,
-    umax_of,
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -87,7 +87,7 @@ def amax_tiles(
     column = tl.program_id(1) * W + tl.arange(0, W)
     inside = (rows < M)[:, None] if EVEN else (rows < M)[:, None] & (column < HALF)[None, :]
     h = _load(x_ptr, x_stride, head_stride, rows, column, inside, HALF, HEAD, SWIGLU, ASM)
-    largest = tl.max(umax_of(h & 0x7FFF7FFF, 1, ASM), axis=0)
+    largest = tl.max(amax_bits(h, 1, ASM), axis=0)
     # Most programs find that the maximum so far is theirs to leave alone; the atomic is for the few others.
     if largest > tl.load(amax_ptr, volatile=True):
         tl.atomic_max(amax_ptr, largest, sem="relaxed")

@@ -81,47 +81,47 @@ def add2(a, b, ASM: tl.constexpr):
 
 
 @triton.jit
-def _max2_asm(a, b):
+def _larger_asm(a, b):
     return tl.inline_asm_elementwise(
-        "max.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        "max.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def _umax2_asm(a, b):
+def _larger_or_nan_asm(a, b):
     return tl.inline_asm_elementwise(
-        "max.u16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=tl.int32, is_pure=True, pack=1
     )
 
 
 @triton.jit
-def umax2(a, b, ASM: tl.constexpr):
-    """Larger halves of two words of magnitudes, as integers: a NaN is larger than everything and so survives."""
+def larger(a, b, ASM: tl.constexpr):
+    """Halves of larger magnitude of two words, their signs garbage; a NaN wins against everything."""
     if ASM:
-        return _umax2_asm(a, b)
+        return _larger_or_nan_asm(a, b)
     else:
-        odd = tl.maximum((a >> 16) & 0xFFFF, (b >> 16) & 0xFFFF)
-        return (odd << 16) | tl.maximum(a & 0xFFFF, b & 0xFFFF)
+        odd = tl.maximum((a >> 16) & 0x7FFF, (b >> 16) & 0x7FFF)
+        return (odd << 16) | tl.maximum(a & 0x7FFF, b & 0x7FFF)
 
 
 @triton.jit
-def umax_of(words, axis: tl.constexpr, ASM: tl.constexpr):
-    """Largest magnitude (bf16 bits, 0..0x7FFF) along an axis of words of magnitudes."""
+def amax_bits(words, axis: tl.constexpr, ASM: tl.constexpr):
+    """Largest magnitude along an axis as bf16 bits (0..0x7FFF, a NaN being larger than Inf)."""
     if ASM:
-        best = tl.reduce(words, axis, _umax2_asm)
-        return tl.maximum((best >> 16) & 0xFFFF, best & 0xFFFF)
+        words = tl.reduce(words, axis, _larger_or_nan_asm)
+        return tl.maximum((words >> 16) & 0x7FFF, words & 0x7FFF)
     else:
-        return tl.max(tl.maximum((words >> 16) & 0xFFFF, words & 0xFFFF), axis=axis)
+        return tl.max(tl.maximum((words >> 16) & 0x7FFF, words & 0x7FFF), axis=axis)
 
 
 @triton.jit
 def _block_amax(words, ASM: tl.constexpr):
     """fp32 maximum of 16 magnitudes, `words` [R, B, 8]; a NaN is passed over, as fmaxf passes it."""
     if ASM:
-        best = tl.reduce(words, 2, _max2_asm)
-        return tl.maximum(low(best), high(best))
+        best = tl.reduce(words, 2, _larger_asm)
+        return tl.maximum(tl.abs(low(best)), tl.abs(high(best)))
     else:
-        return tl.max(tl.maximum(low(words), high(words)), axis=2)
+        return tl.max(tl.maximum(tl.abs(low(words)), tl.abs(high(words))), axis=2)
 
 
 @triton.jit
@@ -170,49 +170,72 @@ def _e4m3(s, ASM: tl.constexpr):
 
 
 @triton.jit
-def _e2m1_field(a):
-    """int32 with the e2m1 code of a >= 0 in bits 22..24 and nothing else, to nearest, ties to even; NaN counts as 6.
+def _rounded(a):
+    """a >= 0 to a multiple of 0.5, 1 or 2 (below 2, below 4, above), to nearest, ties to even; NaN for NaN and Inf.
 
-    a is rounded to a multiple of 0.5, 1 or 2 (below 2, below 4, above) by adding and subtracting 2**22 times the power
-    of two below max(a, 1): fp32 addition rounds to even. The result has at most two significant bits, and times
-    2**-126 it is an fp32 number whose exponent and first mantissa bit are those of e2m1, subnormal included.
+    Adding and subtracting 2**22 times the power of two below max(a, 1) does it: fp32 addition rounds to even, and the
+    unit in the last place of the sum is the step.
     """
-    a = tl.minimum(a, 6.0)
     power = (tl.maximum(a, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
     shift = power * 4194304.0
-    return (((a + shift) - shift) * TINY).to(tl.int32, bitcast=True)
+    return (a + shift) - shift
 
 
 @triton.jit
-def _with_signs(fields, words, ASM: tl.constexpr):
-    """Top byte of `fields` (codes without signs) and the signs of the word's elements, as bytes."""
+def _codes_of(even, odd, words, ASM: tl.constexpr):
+    """Bytes of codes from rounded magnitudes (6 for anything above, NaN too) and the words' signs.
+
+    A multiple of 0.5 up to 6 has two significant bits. Times 2**-14 it is an fp16 number, subnormal below 1, whose
+    exponent and first mantissa bit (bits 9..11) are the e2m1 code.
+    """
     if ASM:
-        # Four words at a time: their top bytes, the bytes with the even signs (bit 15), those with the odd (bit 31).
+        # Signs of bf16 and fp16 pairs lie at the same bits. Each half of $t ends up with its code in its top nibble;
+        # byte 1 of four words gives the even codes, byte 3 the odd ones.
         return tl.inline_asm_elementwise(
             """{
-            .reg .b32 a, b, c, d;
-            prmt.b32 a, $1, $2, 0x0073;
-            prmt.b32 b, $3, $4, 0x0073;
-            prmt.b32 a, a, b, 0x5410;
-            prmt.b32 c, $5, $6, 0x0051;
-            prmt.b32 d, $7, $8, 0x0051;
-            prmt.b32 c, c, d, 0x5410;
-            lop3.b32 a, a, c, 0x80808080, 0xF8;
-            prmt.b32 c, $5, $6, 0x0073;
-            prmt.b32 d, $7, $8, 0x0073;
-            prmt.b32 c, c, d, 0x5410;
-            shr.u32 c, c, 4;
-            lop3.b32 $0, a, c, 0x08080808, 0xF8;
+            .reg .b32 t0, t1, t2, t3, e, o, six, tiny;
+            mov.b32 six, 0x46004600;
+            mov.b32 tiny, 0x04000400;
+            cvt.rn.f16x2.f32 t0, $5, $1;
+            cvt.rn.f16x2.f32 t1, $6, $2;
+            cvt.rn.f16x2.f32 t2, $7, $3;
+            cvt.rn.f16x2.f32 t3, $8, $4;
+            min.f16x2 t0, t0, six;
+            min.f16x2 t1, t1, six;
+            min.f16x2 t2, t2, six;
+            min.f16x2 t3, t3, six;
+            mul.rn.f16x2 t0, t0, tiny;
+            mul.rn.f16x2 t1, t1, tiny;
+            mul.rn.f16x2 t2, t2, tiny;
+            mul.rn.f16x2 t3, t3, tiny;
+            shl.b32 t0, t0, 3;
+            shl.b32 t1, t1, 3;
+            shl.b32 t2, t2, 3;
+            shl.b32 t3, t3, 3;
+            lop3.b32 t0, t0, $9, 0x80008000, 0xF8;
+            lop3.b32 t1, t1, $10, 0x80008000, 0xF8;
+            lop3.b32 t2, t2, $11, 0x80008000, 0xF8;
+            lop3.b32 t3, t3, $12, 0x80008000, 0xF8;
+            prmt.b32 e, t0, t1, 0x0051;
+            prmt.b32 o, t0, t1, 0x0073;
+            prmt.b32 t0, t2, t3, 0x0051;
+            prmt.b32 t1, t2, t3, 0x0073;
+            prmt.b32 e, e, t0, 0x5410;
+            prmt.b32 o, o, t1, 0x5410;
+            shr.u32 o, o, 4;
+            or.b32 $0, e, o;
             }""",
-            "=r,r,r,r,r,r,r,r,r", [fields, words], dtype=tl.uint8, is_pure=True, pack=4,
+            "=r,f,f,f,f,f,f,f,f,r,r,r,r", [even, odd, words], dtype=tl.uint8, is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        signed = fields | (words << 16) & -0x80000000 | (words >> 4) & 0x08000000
-        return ((signed >> 24) & 0xFF).to(tl.uint8)
+        high_code = (tl.minimum(even, 6.0) * TINY).to(tl.int32, bitcast=True) >> 22
+        low_code = (tl.minimum(odd, 6.0) * TINY).to(tl.int32, bitcast=True) >> 22
+        signs = ((words >> 8) & 0x80) | ((words >> 28) & 0x08)
+        return (signs | (high_code << 4) | low_code).to(tl.uint8)
 
 
 @triton.jit
-def _bytes_of(words, magnitudes, e, ASM: tl.constexpr, FP4: tl.constexpr):
+def _bytes_of(words, e, ASM: tl.constexpr, FP4: tl.constexpr):
     """The byte of codes of each word: even element in the high nibble. `e` fp32 multiplies the elements."""
     if FP4:
         return tl.inline_asm_elementwise(
@@ -227,9 +250,9 @@ def _bytes_of(words, magnitudes, e, ASM: tl.constexpr, FP4: tl.constexpr):
             "=r,f,f,f,f,f,f,f,f", [low(words) * e, high(words) * e], dtype=tl.uint8, is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        # Even code to bits 28..30, odd code to 24..26.
-        fields = _e2m1_field(low(magnitudes) * e) * 64 + _e2m1_field(high(magnitudes) * e) * 4
-        return _with_signs(fields, words, ASM)
+        even = _rounded(tl.abs(low(words)) * e)
+        odd = _rounded(tl.abs(high(words)) * e)
+        return _codes_of(even, odd, words, ASM)
 
 
 @triton.jit
@@ -246,8 +269,7 @@ def quantise(words, decode_scale, ASM: tl.constexpr, FP4: tl.constexpr, R: tl.co
     Returns:
         ``(uint8 [R, W] of codes, int32 [R, W/8] with the scales' e4m3 bits)``.
     """
-    magnitudes = words & 0x7FFF7FFF
-    amax = _block_amax(tl.reshape(magnitudes, [R, W // 8, 8]), ASM)
+    amax = _block_amax(tl.reshape(words, [R, W // 8, 8]), ASM)
     s = _mul_ftz(_mul_ftz(amax, INV_6, ASM), reciprocal(decode_scale, ASM), ASM)
     s = tl.where(decode_scale == 0.0, 0.0, tl.minimum(s, 448.0))
     bits, s8 = _e4m3(s, ASM)
@@ -255,7 +277,7 @@ def quantise(words, decode_scale, ASM: tl.constexpr, FP4: tl.constexpr, R: tl.co
     e = tl.minimum(reciprocal(step, ASM), FLT_MAX)
     e = tl.where(decode_scale == 0.0, 0.0, e)
     e_wide = tl.reshape(tl.broadcast_to(e[:, :, None], [R, W // 8, 8]), [R, W])
-    return _bytes_of(words, magnitudes, e_wide, ASM, FP4), bits
+    return _bytes_of(words, e_wide, ASM, FP4), bits
 
 
 @triton.jit
