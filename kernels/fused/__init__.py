@@ -6,7 +6,8 @@ as the file) becomes an attribute of this package, so ``fused.swiglu_nvfp4(gate_
 An op has a *reference*: PyTorch, on any device, with every rounding of ComfyUI's unfused chain in ComfyUI's order. It
 is the oracle that other implementations are certified against, and it is what runs where nothing faster is certified.
 Faster implementations are listed in ``OP.implementations``, in order of preference. ``impl="auto"`` takes the first one
-that does not refuse; an implementation asked for by name runs or raises :class:`FusedRefused` with its reason.
+that does not refuse; an implementation asked for by name runs or raises :class:`FusedRefused` with its reason. On a GPU
+either has to be certified first, which ``certify`` does on the device the first time.
 
 The ops, in the order in which the data meets them::
 
@@ -47,7 +48,7 @@ def best(op_name: str, device) -> tuple[str, dict[str, str]]:
 
     Returns:
         ``(implementation name, {implementation that refuses: reason})``; the name is ``"reference"`` when no faster
-        implementation accepts the device.
+        implementation accepts the device and is certified there.
     """
     return _op.choose(OPS[op_name], device, "auto")
 

@@ -48,11 +48,11 @@ class Tile:
 
 
 # Found on one H200 (research/records); what they mean is in the kernels' docstrings.
-MEASURE = Tile(rows=1, words=512, warps=4)
+MEASURE = Tile(rows=2, words=512, warps=4)
 AMAX = Tile(rows=32, words=64, warps=2)
 QUANTISE = Tile(rows=32, words=32, warps=1)
-MODULATE = Tile(rows=32, words=64, warps=2)
-ROW = Tile(rows=1, words=128, warps=1)
+MODULATE = Tile(rows=1, words=1024, warps=4)
+ROW = Tile(rows=1, words=512, warps=2)
 
 
 @triton.jit
@@ -148,7 +148,11 @@ def measure(
     x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, rstd_ptr, amax_ptr, M, eps,
     AMAX: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """rstd of each row, and the largest magnitude of the modulated rows by atomic maximum over their bf16 bits."""
+    """rstd of each row, and the largest magnitude of the modulated rows by atomic maximum over their bf16 bits.
+
+    The running maximum starts with the first chunk, not with zeros: ptxas 13.0 folds ``max.NaN.xorsign.abs`` with a
+    constant zero into something that loses values (seen on an H200).
+    """
     rows = tl.program_id(0) * R + tl.arange(0, R)
     inside = rows < M
     x_row = x_ptr + rows.to(tl.int64) * x_stride
@@ -160,7 +164,6 @@ def measure(
         least = tl.min(tl.where(index < 0, 2147483647, index), axis=0)
         if least == tl.max(index, axis=0):
             base = least.to(tl.int64) * HALF
-            best = tl.zeros([R, BLOCK], tl.int32)
             for start in tl.static_range(0, HALF, BLOCK):
                 column = start + tl.arange(0, BLOCK)
                 within = column < HALF
@@ -169,11 +172,10 @@ def measure(
                 factor = tl.load(factor_ptr + base + column, mask=within, other=0)[None, :]
                 offset = tl.load(offset_ptr + base + column, mask=within, other=0)[None, :]
                 h = add2(mul2(_normed(word, weight, rstd[:, None], ASM), factor, ASM), offset, ASM)
-                best = larger(best, h, ASM)
+                best = h if start == 0 else larger(best, h, ASM)
         else:
             bases = tl.maximum(index, 0).to(tl.int64)[:, None] * HALF
-            best = tl.zeros([R, BLOCK], tl.int32)
-            for start in tl.range(0, HALF, BLOCK):
+            for start in tl.static_range(0, HALF, BLOCK):
                 column = start + tl.arange(0, BLOCK)
                 within = inside[:, None] & (column < HALF)[None, :]
                 word = tl.load(x_row[:, None] + column[None, :], mask=within, other=0)
@@ -181,7 +183,7 @@ def measure(
                 factor = tl.load(factor_ptr + bases + column[None, :], mask=within, other=0)
                 offset = tl.load(offset_ptr + bases + column[None, :], mask=within, other=0)
                 h = add2(mul2(_normed(word, weight, rstd[:, None], ASM), factor, ASM), offset, ASM)
-                best = larger(best, h, ASM)
+                best = h if start == 0 else larger(best, h, ASM)
         largest = tl.max(amax_bits(best, 1, ASM), axis=0)
         # Most programs find that the maximum so far is theirs to leave alone; the atomic is for the few others.
         if largest > tl.load(amax_ptr, volatile=True):

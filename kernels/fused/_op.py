@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import certify
+
 REFERENCE = "reference"
 FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -50,6 +52,8 @@ class Op:
         reference: the PyTorch implementation, any device.
         bytes_moved: ``(rows, columns, **options) -> bytes`` that an ideal fused implementation reads and writes.
         implementations: faster ones, best first.
+        cases: ``(device) -> iterable of parity.Case`` that implementations are certified with. None: those that
+            ``_cases.CASES`` holds under the op's name; without any, no implementation is certified on a GPU.
     """
 
     name: str
@@ -57,10 +61,14 @@ class Op:
     reference: Callable
     bytes_moved: Callable[..., int]
     implementations: tuple[Implementation, ...] = ()
+    cases: Callable | None = None
 
 
 def choose(op: Op, device: torch.device, impl: str) -> tuple[str, dict[str, str]]:
-    """Pick an implementation of ``op`` for ``device``; raises :class:`FusedRefused` when a named one cannot run."""
+    """Pick an implementation of ``op`` for ``device``; raises :class:`FusedRefused` when a named one cannot run.
+
+    On a GPU only what is certified there runs: the first time, this probes (see ``certify``); later it looks it up.
+    """
     device = torch.device(device)
     known = {item.name: item for item in op.implementations}
     if impl == REFERENCE:
@@ -68,13 +76,13 @@ def choose(op: Op, device: torch.device, impl: str) -> tuple[str, dict[str, str]
     if impl != "auto":
         if impl not in known:
             raise FusedRefused(op.name, {impl: f"not an implementation; have {', '.join([REFERENCE, *known])}"})
-        reason = known[impl].refuse(device)
+        reason = known[impl].refuse(device) or certify.refusal(op, impl, device)
         if reason is not None:
             raise FusedRefused(op.name, {impl: reason})
         return impl, {}
     reasons: dict[str, str] = {}
     for item in op.implementations:
-        reason = item.refuse(device)
+        reason = item.refuse(device) or certify.refusal(op, item.name, device)
         if reason is None:
             return item.name, reasons
         reasons[item.name] = reason

@@ -247,11 +247,12 @@ def _bytes_of(words, e, ASM: tl.constexpr, FP4: tl.constexpr):
             cvt.rn.satfinite.e2m1x2.f32 q3, $4, $8;
             mov.b32 $0, {q0, q1, q2, q3};
             }""",
-            "=r,f,f,f,f,f,f,f,f", [low(words) * e, high(words) * e], dtype=tl.uint8, is_pure=True, pack=4,
+            "=r,f,f,f,f,f,f,f,f", [_mul_ftz(low(words), e, ASM), _mul_ftz(high(words), e, ASM)],
+            dtype=tl.uint8, is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        even = _rounded(tl.abs(low(words)) * e)
-        odd = _rounded(tl.abs(high(words)) * e)
+        even = _rounded(_mul_ftz(tl.abs(low(words)), e, ASM))
+        odd = _rounded(_mul_ftz(tl.abs(high(words)), e, ASM))
         return _codes_of(even, odd, words, ASM)
 
 
