@@ -21,7 +21,7 @@ import torch
 
 from ..parity import Case
 from .norm_modulate import reference as norm_modulate_reference
-from .rows_nvfp4 import rows
+from .rows_nvfp4 import rows as as_rows
 from .swiglu import reference as swiglu_reference
 
 H3_COLUMNS, SELFTEST_COLUMNS, RAGGED_COLUMNS, HEAD_DIM = 5376, 256, 80, 128
@@ -122,7 +122,7 @@ def rows_nvfp4(device: torch.device) -> Iterator[Case]:
 
 
 def _rows_chain(x, decode_scale):
-    return rows(x)
+    return as_rows(x)
 
 
 def _gate_up(device) -> Iterator[tuple[str, str, torch.Tensor]]:

@@ -144,15 +144,39 @@ def _sum_of_squares(x_row, inside_rows, HALF: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def measure(
-    x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, rstd_ptr, amax_ptr, M, eps,
-    AMAX: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
-    """rstd of each row, and the largest magnitude of the modulated rows by atomic maximum over their bf16 bits.
+def _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, start, HALF: tl.constexpr, BLOCK: tl.constexpr,
+           ASM: tl.constexpr):  # fmt: skip
+    """Modulated words [R, BLOCK] of a chunk of columns; `factor_at` and `offset_at` are pointers [1 or R, 1]."""
+    column = start + tl.arange(0, BLOCK)
+    within = (column < HALF)[None, :] & keep[:, None]
+    word = tl.load(x_row[:, None] + column[None, :], mask=within, other=0)
+    weight = tl.load(weight_ptr + column, mask=column < HALF, other=0)[None, :]
+    factor = tl.load(factor_at + column[None, :], mask=(column < HALF)[None, :], other=0)
+    offset = tl.load(offset_at + column[None, :], mask=(column < HALF)[None, :], other=0)
+    return add2(mul2(_normed(word, weight, rstd[:, None], ASM), factor, ASM), offset, ASM)
+
+
+@triton.jit
+def _largest_of_rows(x_row, rstd, weight_ptr, factor_at, offset_at, keep, HALF: tl.constexpr, BLOCK: tl.constexpr,
+                     ASM: tl.constexpr):  # fmt: skip
+    """Largest magnitude [R] of each modulated row, as bf16 bits.
 
     The running maximum starts with the first chunk, not with zeros: ptxas 13.0 folds ``max.NaN.xorsign.abs`` with a
     constant zero into something that loses values (seen on an H200).
     """
+    best = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, 0, HALF, BLOCK, ASM)
+    for start in tl.static_range(BLOCK, HALF, BLOCK):
+        h = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, start, HALF, BLOCK, ASM)
+        best = larger(best, h, ASM)
+    return amax_bits(best, 1, ASM)
+
+
+@triton.jit
+def measure(
+    x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, rstd_ptr, amax_ptr, M, eps,
+    AMAX: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """rstd of each row, and the largest magnitude of the modulated rows by atomic maximum over their bf16 bits."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
     inside = rows < M
     x_row = x_ptr + rows.to(tl.int64) * x_stride
@@ -162,29 +186,17 @@ def measure(
     if AMAX:
         index = tl.load(index_ptr + rows, mask=inside, other=-1)
         least = tl.min(tl.where(index < 0, 2147483647, index), axis=0)
-        if least == tl.max(index, axis=0):
-            base = least.to(tl.int64) * HALF
-            for start in tl.static_range(0, HALF, BLOCK):
-                column = start + tl.arange(0, BLOCK)
-                within = column < HALF
-                word = tl.load(x_row[:, None] + column[None, :], mask=within[None, :], other=0)
-                weight = tl.load(weight_ptr + column, mask=within, other=0)[None, :]
-                factor = tl.load(factor_ptr + base + column, mask=within, other=0)[None, :]
-                offset = tl.load(offset_ptr + base + column, mask=within, other=0)[None, :]
-                h = add2(mul2(_normed(word, weight, rstd[:, None], ASM), factor, ASM), offset, ASM)
-                best = h if start == 0 else larger(best, h, ASM)
+        if least == tl.max(index, axis=0):  # the rows share a row of the table: load it once
+            base = tl.full([1, 1], 0, tl.int64) + least.to(tl.int64) * HALF
+            of_rows = _largest_of_rows(
+                x_row, rstd, weight_ptr, factor_ptr + base, offset_ptr + base, inside, HALF, BLOCK, ASM
+            )
         else:
             bases = tl.maximum(index, 0).to(tl.int64)[:, None] * HALF
-            for start in tl.static_range(0, HALF, BLOCK):
-                column = start + tl.arange(0, BLOCK)
-                within = inside[:, None] & (column < HALF)[None, :]
-                word = tl.load(x_row[:, None] + column[None, :], mask=within, other=0)
-                weight = tl.load(weight_ptr + column, mask=column < HALF, other=0)[None, :]
-                factor = tl.load(factor_ptr + bases + column[None, :], mask=within, other=0)
-                offset = tl.load(offset_ptr + bases + column[None, :], mask=within, other=0)
-                h = add2(mul2(_normed(word, weight, rstd[:, None], ASM), factor, ASM), offset, ASM)
-                best = h if start == 0 else larger(best, h, ASM)
-        largest = tl.max(amax_bits(best, 1, ASM), axis=0)
+            of_rows = _largest_of_rows(
+                x_row, rstd, weight_ptr, factor_ptr + bases, offset_ptr + bases, inside, HALF, BLOCK, ASM
+            )
+        largest = tl.max(tl.where(inside, of_rows, 0), axis=0)
         # Most programs find that the maximum so far is theirs to leave alone; the atomic is for the few others.
         if largest > tl.load(amax_ptr, volatile=True):
             tl.atomic_max(amax_ptr, largest, sem="relaxed")
