@@ -52,7 +52,8 @@ MEASURE = Tile(rows=2, words=512, warps=4)
 AMAX = Tile(rows=32, words=64, warps=2)
 QUANTISE = Tile(rows=32, words=32, warps=1)
 MODULATE = Tile(rows=1, words=1024, warps=4)
-ROW = Tile(rows=1, words=512, warps=2)
+ROW_QUANTISE = Tile(rows=1, words=512, warps=2)
+ROW_MODULATE = Tile(rows=1, words=512, warps=4)
 
 
 @triton.jit
@@ -144,37 +145,56 @@ def _sum_of_squares(x_row, inside_rows, HALF: tl.constexpr, R: tl.constexpr):
 
 
 @triton.jit
-def _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, start, HALF: tl.constexpr, BLOCK: tl.constexpr,
-           ASM: tl.constexpr):  # fmt: skip
+def _chunk(
+    x_row, rstd, weight_ptr, factor_at, offset_at, keep, start,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Modulated words [R, BLOCK] of a chunk of columns; `factor_at` and `offset_at` are pointers [1 or R, 1]."""
     column = start + tl.arange(0, BLOCK)
-    within = (column < HALF)[None, :] & keep[:, None]
-    word = tl.load(x_row[:, None] + column[None, :], mask=within, other=0)
-    weight = tl.load(weight_ptr + column, mask=column < HALF, other=0)[None, :]
-    factor = tl.load(factor_at + column[None, :], mask=(column < HALF)[None, :], other=0)
-    offset = tl.load(offset_at + column[None, :], mask=(column < HALF)[None, :], other=0)
+    if start + BLOCK <= HALF:
+        word = tl.load(x_row[:, None] + column[None, :], mask=keep[:, None], other=0)
+        weight = tl.load(weight_ptr + column)[None, :]
+        factor = tl.load(factor_at + column[None, :])
+        offset = tl.load(offset_at + column[None, :])
+    else:
+        within = (column < HALF)[None, :]
+        word = tl.load(x_row[:, None] + column[None, :], mask=within & keep[:, None], other=0)
+        weight = tl.load(weight_ptr + column, mask=column < HALF, other=0)[None, :]
+        factor = tl.load(factor_at + column[None, :], mask=within, other=0)
+        offset = tl.load(offset_at + column[None, :], mask=within, other=0)
     return add2(mul2(_normed(word, weight, rstd[:, None], ASM), factor, ASM), offset, ASM)
 
 
 @triton.jit
-def _largest_of_rows(x_row, rstd, weight_ptr, factor_at, offset_at, keep, HALF: tl.constexpr, BLOCK: tl.constexpr,
-                     ASM: tl.constexpr):  # fmt: skip
+def _largest_of_rows(
+    x_row, rstd, weight_ptr, factor_at, offset_at, keep,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
     """Largest magnitude [R] of each modulated row, as bf16 bits.
 
-    The running maximum starts with the first chunk, not with zeros: ptxas 13.0 folds ``max.NaN.xorsign.abs`` with a
+    The running maximum starts with the last chunk, not with zeros: ptxas 13.0 folds ``max.NaN.xorsign.abs`` with a
     constant zero into something that loses values (seen on an H200).
     """
-    best = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, 0, HALF, BLOCK, ASM)
-    for start in tl.static_range(BLOCK, HALF, BLOCK):
-        h = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, start, HALF, BLOCK, ASM)
-        best = larger(best, h, ASM)
-    return amax_bits(best, 1, ASM)
+    whole: tl.constexpr = HALF // BLOCK * BLOCK
+    if TAIL > 0:
+        tail = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, whole, HALF, TAIL, ASM)
+        largest = amax_bits(tail, 1, ASM)
+    if whole > 0:
+        best = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, 0, HALF, BLOCK, ASM)
+        for start in tl.static_range(BLOCK, whole, BLOCK):
+            h = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, start, HALF, BLOCK, ASM)
+            best = larger(best, h, ASM)
+        if TAIL > 0:
+            largest = tl.maximum(largest, amax_bits(best, 1, ASM))
+        else:
+            largest = amax_bits(best, 1, ASM)
+    return largest
 
 
 @triton.jit
 def measure(
     x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, rstd_ptr, amax_ptr, M, eps,
-    AMAX: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+    AMAX: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """rstd of each row, and the largest magnitude of the modulated rows by atomic maximum over their bf16 bits."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
@@ -189,12 +209,12 @@ def measure(
         if least == tl.max(index, axis=0):  # the rows share a row of the table: load it once
             base = tl.full([1, 1], 0, tl.int64) + least.to(tl.int64) * HALF
             of_rows = _largest_of_rows(
-                x_row, rstd, weight_ptr, factor_ptr + base, offset_ptr + base, inside, HALF, BLOCK, ASM
+                x_row, rstd, weight_ptr, factor_ptr + base, offset_ptr + base, inside, HALF, BLOCK, TAIL, ASM
             )
         else:
             bases = tl.maximum(index, 0).to(tl.int64)[:, None] * HALF
             of_rows = _largest_of_rows(
-                x_row, rstd, weight_ptr, factor_ptr + bases, offset_ptr + bases, inside, HALF, BLOCK, ASM
+                x_row, rstd, weight_ptr, factor_ptr + bases, offset_ptr + bases, inside, HALF, BLOCK, TAIL, ASM
             )
         largest = tl.max(tl.where(inside, of_rows, 0), axis=0)
         # Most programs find that the maximum so far is theirs to leave alone; the atomic is for the few others.
@@ -203,29 +223,41 @@ def measure(
 
 
 @triton.jit
-def row_quantise(
-    x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, decode_ptr, codes_ptr, scales_ptr, M, eps,
-    HALF: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, FP4: tl.constexpr,
+def _emit_chunk(
+    h, g, rows, codes_ptr, scales_ptr, out_ptr, M, start,
+    HALF: tl.constexpr, NVFP4: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, FP4: tl.constexpr,
 ):  # fmt: skip
-    """Norm, modulation and quantisation with a static scale in one reading of x: the second one comes from L1."""
+    column = start + tl.arange(0, W)
+    if NVFP4:
+        codes, bits = quantise(h, g, ASM, FP4, R, W)
+        store_codes(codes_ptr, rows, column, codes, M, HALF, start + W <= HALF)
+        store_scales(scales_ptr, rows, start // 8 + tl.arange(0, W // 8), bits, M, HALF // 8)
+    else:
+        inside = (rows < M)[:, None] & (column < HALF)[None, :]
+        tl.store(out_ptr + rows.to(tl.int64)[:, None] * HALF + column[None, :], h, mask=inside)
+
+
+@triton.jit
+def row_pass(
+    x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, decode_ptr, codes_ptr, scales_ptr, out_ptr, M, eps,
+    NVFP4: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, W: tl.constexpr, TAIL: tl.constexpr,
+    ASM: tl.constexpr, FP4: tl.constexpr,
+):  # fmt: skip
+    """Norm and modulation in one reading of x (the second one comes from L1): bf16 out, or codes by a static scale."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
     inside = rows < M
     x_row = x_ptr + rows.to(tl.int64) * x_stride
     squares = _sum_of_squares(x_row, inside, HALF, R)
     rstd = tl.rsqrt(tl.div_rn(squares, tl.zeros_like(squares) + 2 * HALF) + eps)
-    table = tl.load(index_ptr + rows, mask=inside, other=0).to(tl.int64) * HALF
-    g = tl.load(decode_ptr)
-    for start in tl.static_range(0, HALF, W):
-        column = start + tl.arange(0, W)
-        mask = inside[:, None] & (column < HALF)[None, :]
-        word = tl.load(x_row[:, None] + column[None, :], mask=mask, other=0)
-        weight = tl.load(weight_ptr + column, mask=column < HALF, other=0)
-        factor = tl.load(factor_ptr + table[:, None] + column[None, :], mask=mask, other=0)
-        offset = tl.load(offset_ptr + table[:, None] + column[None, :], mask=mask, other=0)
-        h = add2(mul2(_normed(word, weight[None, :], rstd[:, None], ASM), factor, ASM), offset, ASM)
-        codes, bits = quantise(h, g, ASM, FP4, R, W)
-        store_codes(codes_ptr, rows, column, codes, M, HALF, start + W <= HALF)
-        store_scales(scales_ptr, rows, start // 8 + tl.arange(0, W // 8), bits, M, HALF // 8)
+    table = tl.load(index_ptr + rows, mask=inside, other=0).to(tl.int64)[:, None] * HALF
+    g = tl.load(decode_ptr) if NVFP4 else 0.0
+    whole: tl.constexpr = HALF // W * W
+    for start in tl.static_range(0, whole, W):
+        h = _chunk(x_row, rstd, weight_ptr, factor_ptr + table, offset_ptr + table, inside, start, HALF, W, ASM)
+        _emit_chunk(h, g, rows, codes_ptr, scales_ptr, out_ptr, M, start, HALF, NVFP4, R, W, ASM, FP4)
+    if TAIL > 0:
+        last = _chunk(x_row, rstd, weight_ptr, factor_ptr + table, offset_ptr + table, inside, whole, HALF, TAIL, ASM)
+        _emit_chunk(last, g, rows, codes_ptr, scales_ptr, out_ptr, M, whole, HALF, NVFP4, R, TAIL, ASM, FP4)
 
 
 @triton.jit
@@ -326,6 +358,12 @@ def _emit(
 # ---------------------------------------------------------------- launches
 
 
+def tail_of(half: int, block: int) -> int:
+    """Words of the last chunk of a row that `block` does not divide: a power of two, at least 8 (one FP4 block)."""
+    rest = half % block
+    return max(8, triton.next_power_of_2(rest)) if rest else 0
+
+
 def table_of(x, scale, shift, segments, columns_per_program=1024):
     """Run `prepare`: bf16 words of the table, the row index of every token, and a zeroed maximum."""
     rows, columns = x.shape
@@ -374,18 +412,26 @@ def _run(x, weight, eps, scale, shift, segments, decode_scale, norm, to_nvfp4):
     source, weight = _launch.words(x), _launch.words(weight[None])[0]
     stride = source.stride(0)
     rstd = torch.empty(rows if fused_norm else 1, dtype=torch.float32, device=x.device)
-    if fused_norm and static:
-        codes, scales, decode_scale = _launch.outputs(rows, columns, decode_scale, x.device)
-        row_quantise[(triton.cdiv(triton.cdiv(rows, 128) * 128, ROW.rows),)](
-            source, stride, weight, factor, offset, index, decode_scale, codes, scales, rows, eps,
-            HALF=half, R=ROW.rows, W=ROW.words, ASM=ASM, FP4=ASM and _launch.fp4_of(x.device),
-            num_warps=ROW.warps, **NO_FUSION,
+    if fused_norm and (static or not to_nvfp4):
+        if to_nvfp4:
+            codes, scales, decode_scale = _launch.outputs(rows, columns, decode_scale, x.device)
+            out = codes
+        else:
+            out = torch.empty_like(x, memory_format=torch.contiguous_format)
+            codes = scales = decode_scale = out
+        tile = ROW_QUANTISE if to_nvfp4 else ROW_MODULATE
+        covered = triton.cdiv(rows, 128) * 128 if to_nvfp4 else rows
+        row_pass[(triton.cdiv(covered, tile.rows),)](
+            source, stride, weight, factor, offset, index, decode_scale, codes, scales,
+            out if to_nvfp4 else _launch.words(out), rows, eps,
+            NVFP4=to_nvfp4, HALF=half, R=tile.rows, W=tile.words, TAIL=tail_of(half, tile.words), ASM=ASM,
+            FP4=to_nvfp4 and ASM and _launch.fp4_of(x.device), num_warps=tile.warps, **NO_FUSION,
         )  # fmt: skip
-        return _launch.result(codes, scales, decode_scale, (rows, columns))
+        return _launch.result(codes, scales, decode_scale, (rows, columns)) if to_nvfp4 else out
     if fused_norm:
         measure[(triton.cdiv(rows, MEASURE.rows),)](
             source, stride, weight, factor, offset, index, rstd, amax, rows, eps,
-            AMAX=to_nvfp4 and not static, HALF=half, R=MEASURE.rows, BLOCK=MEASURE.words, ASM=ASM,
+            AMAX=True, HALF=half, R=MEASURE.rows, BLOCK=MEASURE.words, TAIL=tail_of(half, MEASURE.words), ASM=ASM,
             num_warps=MEASURE.warps, **NO_FUSION,
         )  # fmt: skip
     elif to_nvfp4 and not static:
