@@ -3,6 +3,7 @@
 from comfy_api.latest import ComfyExtension, io
 
 from .attention import AttentionBackend
+from .bench_kernels import BenchKernels
 from .environment import Environment
 from .fuse import FuseBlocks
 from .load import LoadNVFP4
@@ -19,6 +20,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     RuntimeReport,
     MediaCheck,
     Environment,
+    BenchKernels,
 )
 
 

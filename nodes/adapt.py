@@ -58,6 +58,7 @@ class Sites:
         elementwise: run the bf16 ops through the registry (False: ComfyUI's own expressions, which the references are).
         emulate_w4a4: run the four linears by dequantising both sides.
         impl: implementation asked of the registry.
+        norm: "aten" (ComfyUI's own) or "fused", where that one is known to give the same bits.
     """
 
     modulate: bool = True
@@ -66,6 +67,7 @@ class Sites:
     elementwise: bool = True
     emulate_w4a4: bool = False
     impl: str = "auto"
+    norm: str = "aten"
 
 
 # ---------------------------------------------------------------- guards
@@ -264,16 +266,17 @@ def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options
     """
     emulated = sites.emulate_w4a4
     bf16_impl = sites.impl if sites.elementwise else "reference"
+    bf16_norm = sites.norm if sites.elementwise else "aten"  # a reference's own norm is not ATen's to the bit
 
     def modulated(norm, scale, shift, linear):
         with cast_weight(norm, x) as weight:
             if sites.modulate and fp4_reason(linear, emulated) is None:
                 q = fused.norm_modulate_nvfp4(
                     x, weight, norm.eps, scale, shift, mod_segments,
-                    decode_scale=input_scale(linear, x.device), impl=sites.impl,
+                    decode_scale=input_scale(linear, x.device), impl=sites.impl, norm=sites.norm,
                 )  # fmt: skip
                 return quantized_tensor(q, x.dtype)
-            return fused.norm_modulate(x, weight, norm.eps, scale, shift, mod_segments, impl=bf16_impl)
+            return fused.norm_modulate(x, weight, norm.eps, scale, shift, mod_segments, impl=bf16_impl, norm=bf16_norm)
 
     def attention_rows(linear):
         def produce(out):

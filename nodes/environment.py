@@ -8,11 +8,11 @@ import torch
 from comfy_api.latest import io, ui
 
 from .. import install
-from ..kernels import attention, discover
+from ..kernels import attention, certify, discover
 
 
 class Environment(io.ComfyNode):
-    """``install.py``'s report and the attention backends of every device, as text."""
+    """``install.py``'s report, and the attention backends and fused kernels of every device, as text."""
 
     @classmethod
     def define_schema(cls) -> io.Schema:
@@ -46,11 +46,16 @@ class Environment(io.ComfyNode):
 
 
 def describe() -> str:
-    """Return the report: ``install.text`` and one section of attention backends for each device."""
+    """Return the report: ``install.text``, and for each device its attention backends and its fused kernels."""
     lines = [install.text(install.probe())]
     for device in ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]:
         lines.append(f"Attention on {device}")
         for name, exact, reason in attention.list_backends(device):
             kind = "exact" if exact else "approximate"
             lines.append(f"  {name} ({kind}): {'runs' if reason is None else reason}")
+        lines.append(f"Fused kernels on {device}")
+        for entry in certify.status(device):
+            state = entry["state"].replace("_", " ")
+            said = f"{state}: {entry['reason']}" if entry["reason"] else f"{state} against {entry['oracle']}"
+            lines.append(f"  {entry['op']} {entry['implementation']}: {said}")
     return discover.without_paths("\n".join(lines))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 
 import comfy.ops
 import torch
 from comfy_api.latest import io
 
-from ..kernels import fused
+from ..kernels import certify, fused
 from . import adapt, run
 
 MODES = ["exact", "static", "off"]
@@ -22,6 +23,8 @@ VARIABLES = {
     "swiglu": "H3_NVFP4_SWIGLU_FUSION",
     "elementwise": "H3_FUSED_ELEMENTWISE",
 }
+# site -> the op that writes NVFP4 there
+PRODUCERS = {"modulate": "norm_modulate_nvfp4", "attention_output": "rows_nvfp4", "swiglu": "swiglu_nvfp4"}
 
 
 def hard_off(widget: str) -> bool:
@@ -71,6 +74,7 @@ class BlockPatch:
                     recorder.fallbacks[self.index, reason] += 1
                 return original_block(arguments)["img"]
             comfy.ops.run_every_op()
+            sites, refused = sites_on(arguments["img"].device, self.sites)
             out = adapt.fused_forward(
                 block,
                 arguments["img"],
@@ -78,11 +82,11 @@ class BlockPatch:
                 arguments["mod_segments"],
                 arguments["rope_freqs"],
                 arguments["transformer_options"],
-                self.sites,
+                sites,
             )
         if recorder is not None:
             recorder.fused[self.index] += 1
-            self._note_bf16_inputs(block, recorder)
+            self._note_bf16_inputs(block, recorder, refused)
         return out
 
     def _reason(self, block, arguments: dict) -> str | None:
@@ -96,10 +100,11 @@ class BlockPatch:
             or device_reason(arguments["img"].device, self.emulate)
         )
 
-    def _note_bf16_inputs(self, block, recorder) -> None:
-        wanted = (self.sites.modulate, self.sites.attention_output, self.sites.modulate, self.sites.swiglu)
-        for name, on in zip(adapt.LINEARS, wanted, strict=True):
+    def _note_bf16_inputs(self, block, recorder, refused: dict[str, str]) -> None:
+        for name, site in zip(adapt.LINEARS, ("modulate", "attention_output", "modulate", "swiglu"), strict=True):
+            on = getattr(self.sites, site)
             reason = adapt.fp4_reason(block.get_submodule(name), self.sites.emulate_w4a4) if on else "switched off"
+            reason = reason or refused.get(site)
             if reason is not None:
                 recorder.bf16_inputs[name, reason] += 1
 
@@ -114,14 +119,43 @@ def reason_allows_emulation(reason: str | None) -> bool:
 
 def device_reason(device: torch.device, emulate: str) -> str | None:
     """Why no fused op runs on a device, or None."""
+    if device.type != "cuda":
+        return f"the stream is on {device.type} and emulate is off" if emulate == "off" else None
+    if not certify.has_run(device):
+        # Not now: a probe compiles and waits for the device, which nobody expects in the middle of a step.
+        return f"the kernels were not certified on {device} when the model was patched; patch it where it runs"
     if emulate != "off":
         return None
+    chosen = [fused.best(name, device) for name in fused.OPS]
+    if any(name != "reference" for name, _ in chosen):
+        return None
+    reasons = list(dict.fromkeys(reason for _, refused in chosen for reason in refused.values()))
+    if not reasons:
+        return "this version has no fused kernel"
+    others = f" (and {len(reasons) - 1} other reasons, see the report)" if len(reasons) > 1 else ""
+    return f"no fused kernel runs here: {reasons[0]}{others}"
+
+
+def sites_on(device: torch.device, sites: adapt.Sites) -> tuple[adapt.Sites, dict[str, str]]:
+    """What of ``sites`` runs on a device; lookups only.
+
+    On a GPU the reference quantiser is not to the bit what ComfyUI's is, so a site whose producer is not certified
+    there hands on bf16 and ComfyUI quantises, as without this pack.
+
+    Returns:
+        ``(sites, {site that is off: reason})``.
+    """
     if device.type != "cuda":
-        return f"the stream is on {device.type} and emulate is off"
-    if all(fused.best(name, device)[0] == "reference" for name in fused.OPS):
-        capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-        return f"this version has no fused kernel for compute capability {capability}"
-    return None
+        return sites, {}
+    refused = {}
+    for site, op in PRODUCERS.items():
+        name, reasons = fused.best(op, device)
+        if getattr(sites, site) and name == "reference":
+            refused[site] = f"{op} is left out: {'; '.join(reasons.values()) or 'it has no kernel'}"
+    norm = sites.norm if certify.norm_of(device) == "fused" else "aten"
+    if refused or norm != sites.norm:
+        sites = dataclasses.replace(sites, norm=norm, **dict.fromkeys(refused, False))
+    return sites, refused
 
 
 class FuseBlocks(io.ComfyNode):
@@ -193,12 +227,19 @@ class FuseBlocks(io.ComfyNode):
         forced_off = [VARIABLES[name] for name in widgets if hard_off(name)]
         on = {name: value and not hard_off(name) for name, value in widgets.items()}
         codes = scale_backend == "vortex"
+        if mode != "off":
+            # Here and not in the first step: a probe compiles and waits for the device.
+            for device in {part.load_device for part in (model, *model.get_additional_models_with_key("multigpu"))}:
+                if not certify.has_run(device):
+                    run.log.info("H3 Blackwell: certifying the fused kernels on %s, once for these versions", device)
+                certify.ensure(device)
         sites = adapt.Sites(
             modulate=on["modulate"] and codes,
             swiglu=on["swiglu"] and codes,
             attention_output=attention_output and codes,
             elementwise=on["elementwise"],
             emulate_w4a4=emulate == "w4a4",
+            norm=certify.norm_of(model.load_device) if mode != "off" else "aten",
         )
         if mode == "static":
             require_static(dit, sites)

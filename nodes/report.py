@@ -12,6 +12,7 @@ import comfyui_version
 import torch
 from comfy_api.latest import io
 
+from ..kernels import certify
 from . import attention, output, run
 from .fuse import BlockPatch
 
@@ -146,6 +147,7 @@ def build(model, latent=None, reference=None) -> dict:
         "environment": environment(),
         "run": record.as_dict() if record is not None else None,
         "notes": overridden(model),
+        "certification": certify.status(model.load_device),
         "rungs": rungs,
         "latent_sha256": None if latent is None else digests(latent),
     }
@@ -200,6 +202,9 @@ def as_text(report: dict) -> str:
             lines.append(f"bf16 input for {entry['linear']} x {entry['calls']}: {entry['reason']}")
         for name in record["settings"].get("FuseBlocks", {}).get("forced_off_by_environment", ()):
             lines.append(f"{name}=0 in the environment switches this off")
+    for entry in report["certification"]:
+        if entry["state"] == certify.REFUSED:
+            lines.append(f"{entry['op']} does not run as {entry['implementation']}: {entry['reason']}")
     lines += report["notes"]
     for rung in report["rungs"]:
         detail = f": {rung['reason']}" if rung["reason"] else ""

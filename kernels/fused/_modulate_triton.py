@@ -48,12 +48,12 @@ class Tile:
 
 
 # Found on one H200 (research/records); what they mean is in the kernels' docstrings.
-MEASURE = Tile(rows=2, words=512, warps=4)
+MEASURE = Tile(rows=1, words=512, warps=2)
 AMAX = Tile(rows=32, words=64, warps=2)
 QUANTISE = Tile(rows=32, words=32, warps=1)
 MODULATE = Tile(rows=1, words=1024, warps=4)
 ROW_QUANTISE = Tile(rows=1, words=512, warps=2)
-ROW_MODULATE = Tile(rows=1, words=512, warps=4)
+ROW_MODULATE = Tile(rows=1, words=512, warps=2)
 
 
 @triton.jit
@@ -184,10 +184,8 @@ def _largest_of_rows(
         for start in tl.static_range(BLOCK, whole, BLOCK):
             h = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, start, HALF, BLOCK, ASM)
             best = larger(best, h, ASM)
-        if TAIL > 0:
-            largest = tl.maximum(largest, amax_bits(best, 1, ASM))
-        else:
-            largest = amax_bits(best, 1, ASM)
+        of_whole = amax_bits(best, 1, ASM)
+        largest = tl.maximum(largest, of_whole) if TAIL > 0 else of_whole
     return largest
 
 
@@ -359,9 +357,12 @@ def _emit(
 
 
 def tail_of(half: int, block: int) -> int:
-    """Words of the last chunk of a row that `block` does not divide: a power of two, at least 8 (one FP4 block)."""
+    """Words of the last chunk of a row that `block` does not divide: a power of two.
+
+    At least 32, which are the four FP4 blocks of a scale tile: padding blocks are written with the chunk.
+    """
     rest = half % block
-    return max(8, triton.next_power_of_2(rest)) if rest else 0
+    return max(32, triton.next_power_of_2(rest)) if rest else 0
 
 
 def table_of(x, scale, shift, segments, columns_per_program=1024):

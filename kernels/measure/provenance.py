@@ -38,7 +38,8 @@ def source() -> dict:
     could be dirty. A caller that can ask git passes ``commit``, ``dirty`` and ``diff_sha256`` instead.
     """
     root = Path(__file__).resolve().parents[2]
-    files = sorted(path.relative_to(root).as_posix() for part in ("kernels", "nodes") for path in (root / part).rglob("*.py"))
+    found = (path for part in ("kernels", "nodes") for path in (root / part).rglob("*.py"))
+    files = sorted(path.relative_to(root).as_posix() for path in found)
     lines = (f"{hashlib.sha256((root / file).read_bytes()).hexdigest()}  {file}\n" for file in files)
     tree = hashlib.sha256("".join(lines).encode()).hexdigest()
     return {"commit": None, "tree": tree, "dirty": False, "diff_sha256": None, "untracked": []}
@@ -89,7 +90,8 @@ def environment(image_digest: str | None = None) -> dict:
     if "comfyui_version" in sys.modules:
         versions["comfyui"] = sys.modules["comfyui_version"].__version__
     return {
-        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        # Only the numbers of the kernel's release: what a build adds to them can name a workplace.
+        "os": f"{platform.system()} {re.match(r'[0-9.]*', platform.release())[0]} {platform.machine()}",
         "image_digest": image_digest,
         "packages": versions,
         "libraries": libraries(),

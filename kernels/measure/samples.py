@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+CONTROL = " (A/A)"  # suffix of the second copy of the baseline
 CONFIDENCE = 0.99
 RESAMPLES = 1000
 VERDICTS = ("accept", "reject", "inconclusive")
@@ -71,7 +72,7 @@ def summary(values: Sequence[float]) -> dict:
 
 
 def interval(differences: Sequence[float], seed: int) -> list[float]:
-    """Bootstrap interval ``[low, high]`` of the median at ``CONFIDENCE``, ``RESAMPLES`` draws from a seeded generator."""
+    """Bootstrap interval ``[low, high]`` of the median at ``CONFIDENCE``: ``RESAMPLES`` seeded resamples."""
     # randbytes and choices may change between Python versions; random() is promised not to.
     draw = random.Random(seed).random
     count = len(differences)

@@ -54,7 +54,7 @@ class Gpu:
         return value.value if status == 0 else None
 
     def clocks(self) -> dict | None:
-        """``sm_mhz``, ``memory_mhz``, ``power_w``, ``celsius`` of this moment, or None when the driver tells nothing."""
+        """``sm_mhz``, ``memory_mhz``, ``power_w``, ``celsius`` of this moment; None when the driver tells nothing."""
         milliwatts = self._number("nvmlDeviceGetPowerUsage")
         found = {
             "sm_mhz": self._number("nvmlDeviceGetClockInfo", SM),

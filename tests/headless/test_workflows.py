@@ -1,7 +1,8 @@
 """Every shipped workflow against a real, headless ComfyUI: the files fit its nodes, convert, run and say what ran.
 
 One server for the module, on the CPU. The selftest graphs run to the end through comfy-cli, in both formats. The graphs
-for the real weights can only be validated: they must be refused for the missing files and for nothing else.
+for the real weights can only be validated: they must be refused for the missing files and for nothing else. The
+benchmark graphs run on small sizes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from conftest import comfyui_folder
 WORKFLOWS = PACK_ROOT / "workflows"
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
 SELFTESTS = [name for name in NAMES if name.startswith("selftest_")]
-REAL = [name for name in NAMES if name not in SELFTESTS]
+BENCHES = [name for name in NAMES if name.startswith("bench_")]
+REAL = [name for name in NAMES if name not in SELFTESTS + BENCHES]
 UI_FORMAT_OF = "0.30."  # the ComfyUI whose saved form of the core nodes the files have
 UI_ONLY = {"MarkdownNote"}
 FILE_INPUTS = {  # inputs that name a file, and the folder below the base directory where it is looked for
@@ -136,6 +138,7 @@ def test_twins():
     assert sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json")) == NAMES
     assert len(SELFTESTS) == 2
     assert len(REAL) == 3
+    assert len(BENCHES) == 1
 
 
 def test_files_are_what_the_generator_makes(server, object_info):
@@ -302,6 +305,25 @@ def test_selftest_runs(name, form, server, comfy_cli):
     (clip,) = clips
     data = (server.base / "output" / clip["subfolder"] / clip["filename"]).read_bytes()
     assert data[4:8] == b"ftyp"
+
+
+@pytest.mark.parametrize("name", BENCHES)
+def test_bench_runs(name, server, comfy_cli, tmp_path):
+    """The shipped graph with small sizes, through comfy-cli: a table, and a record of a finished run."""
+    graph = api_file(name)
+    (bench,) = graph.values()
+    bench["inputs"].update(rows=17, columns="small")
+    path = tmp_path / f"{name}.json"
+    path.write_text(json.dumps(graph), "utf-8")
+    events = comfy_cli(path, "--wait")
+    assert events[-1]["ok"] is True
+    (output,) = server.history(events[-1]["data"]["prompt_id"])["outputs"].values()
+    assert "CPU, not a measurement" in output["text"][0]
+    (file,) = output["h3bw_record"]
+    record = json.loads((server.base / "output" / file["subfolder"] / file["filename"]).read_text("utf-8"))
+    assert record["status"] == "finished"
+    assert {gate["result"] for gate in record["gates"]} == {"passed"}
+    assert str(server.base) not in json.dumps(record)
 
 
 # ---------------------------------------------------------------- posted graphs

@@ -18,6 +18,7 @@ IDS = [
     "H3BW_RuntimeReport",
     "H3BW_MediaCheck",
     "H3BW_Environment",
+    "H3BW_BenchKernels",
 ]
 
 # Saved workflows hold widget values by position: new widgets go to the end, and none moves.
@@ -32,6 +33,7 @@ WIDGETS = {
     "H3BW_RuntimeReport": ["on_difference", "filename_prefix"],
     "H3BW_MediaCheck": ["filename_prefix"],
     "H3BW_Environment": [],
+    "H3BW_BenchKernels": ["rows", "columns", "ops", "rounds", "filename_prefix"],
 }  # fmt: skip
 
 

@@ -1,0 +1,106 @@
+"""What the workflows say to a person: the prompts of the real graphs and the text of every note."""
+
+PROMPTS = {
+    "t2va": (
+        "A lighthouse on a rocky coast at dusk, wide shot, slow push in. Waves break against the rocks, gulls circle, "
+        "the lamp begins to turn. Sound: surf, wind, gulls, a low foghorn in the distance."
+    ),
+    "fl2va": (
+        "The scene opens exactly on the first picture and ends exactly on the last one; one continuous slow camera "
+        "move joins the two. Sound: quiet room tone that swells into soft strings."
+    ),
+    "ref2va": (
+        "The person of <Picture 1> walks through the place of <Video 1> and turns to the camera at the end. Keep the "
+        "ambience of <Audio 1>; <Audio 2> plays as music from a radio nearby."
+    ),
+}
+
+SELFTEST_NOTE = """# Self-test: {task}, no weights needed
+
+Press **Run**. The graph samples a tiny MiniMax H3 (3 blocks, NVFP4, real key format, {adaln} AdaLN, 64x64, 22 frames) \
+four times from the same noise, in seconds and on any machine, and stops with an error if anything differs.
+
+| | blocks | linears | attention |
+|---|---|---|---|
+| **A** | ComfyUI's own | as this machine runs them | ComfyUI's own |
+| **B** | fused by this pack | as this machine runs them | ComfyUI's own |
+| **C** | ComfyUI's own | 4-bit weights times 4-bit activations, emulated | this pack's `auto` |
+| **D** | fused by this pack | 4-bit weights times 4-bit activations, emulated | this pack's `auto` |
+
+**B must equal A and D must equal C, bit for bit**, video and audio. The two reports show it, with the number of fused \
+blocks and the attention backend that ran, and write JSON to `output/h3bw/{name}_*.json`.
+
+Then D's latent becomes a clip without a VAE: flat colour cells and a chord, made from the latent itself. **H3 Media \
+Check** saves it as `output/video/{name}_*.mp4`, opens the file again and compares size, codec, frame count, durations \
+and sound with the latent's own numbers.
+
+The pictures mean nothing; the bits do. `emulate` is for this kind of check only: in real use it stays `off`, and the \
+linears run on the GPU's own FP4 units.
+
+Without a browser: `comfy run --workflow workflows/api/{name}.json --wait`.
+"""
+
+REAL_NOTE = """# MiniMax H3 with NVFP4 and fused blocks
+
+**Weights are not part of this pack.** Get them yourself (on Hugging Face: `Comfy-Org/MiniMax-H3`) and **read their \
+licence first: it excludes some regions**, and keeping it is up to you. The file names below are examples; choose \
+yours in the loaders.
+
+| folder | file |
+|---|---|
+| `models/diffusion_models` | `{model}` |
+| `models/text_encoders` | `qwen3vl_32b_minimax_h3_nvfp4_awq.safetensors` |
+| `models/vae` | `minimax_h3_video_vae_fp16.safetensors` |
+| `models/vae` | `minimax_h3_audio_vae_fp32.safetensors` |
+
+- **Load MiniMax H3** reads NVFP4 files in ComfyUI's and in ModelOpt's layout, and every other H3 file that ComfyUI \
+reads. On unified memory switch `direct_read` on.
+- **LoRA** (left out here): put `LoraLoaderModelOnly` between the loader and the sigma shift. Turbo LoRAs take 8 or 4 \
+steps.
+- **Fuse H3 Blocks**, mode `exact`: the same bytes as ComfyUI's own chain on the same device. Bypass it to compare.
+- **H3 Attention Backend**, `auto`: an exact backend. A name picks one; the run stops with the reason if it cannot run.
+- **H3 Runtime Report** says what really ran: fused blocks, fallbacks with their reasons, seconds per step, peak memory.
+
+1344x768, 124 frames at 24 fps (lengths are 17k + 5), 20 steps, no CFG, no negative prompt. Before the first real run, \
+try the workflow `selftest_t2va`: it needs no weights.
+"""
+
+TASK_NOTES = {
+    "t2va": "\n**T2VA**: video and stereo sound from text alone. Describe the sound too.\n",
+    "fl2va": (
+        "\n**FL2VA**: the first frame is stretched to the canvas, the last one is cropped to it around its centre. "
+        "Either may be left out.\n"
+    ),
+    "ref2va": (
+        "\n**Ref2VA**: name the references in the prompt as `<Picture 1>`, `<Video 1>`, `<Audio 1>`. A video's own "
+        "sound comes before the separate sounds: here `<Audio 1>` is the video's and `<Audio 2>` the file's. Reference "
+        "videos are read at 24 fps, 2 to 15 s; every reference makes each step slower.\n"
+    ),
+}
+
+
+BENCH_NOTE = """# How fast are the kernels here?
+
+Press **Run**. No model and no weights are needed, but about 6 GiB of GPU memory; models that are loaded make room. \
+Every fused op of this pack is timed on this GPU at H3's real sizes (38,016 rows: 1344x768, 124 frames).
+
+| column | |
+|---|---|
+| **stock** | what ComfyUI runs: norm, modulation, SiLU and so on one by one, then comfy-kitchen's quantiser |
+| **reference** | the op's definition in PyTorch, slow and on any device |
+| **triton** | this pack's kernel; `norm aten` keeps ComfyUI's own norm, `norm fused` computes it inside |
+| dynamic, static | the activation scale is taken from the data, or given |
+| floor ms | the bytes that the op has to move, at the speed of a plain copy measured in the same run |
+| parity | checked before and after the timing: equal bytes, or how many codes differ from stock |
+| verdict | `accept`: faster than stock by at least 5 % and 10 us, whatever the noise. `inconclusive` is not a yes |
+
+Every variant runs once a round, in balanced orders, and stock runs twice a round under two names: if the two differ, \
+nothing is concluded. Close other programs that use the GPU.
+
+The record, with every sample, the orders and the versions, is `output/h3bw/bench_kernels_*.json`; the plot lies \
+beside it if matplotlib is installed. The record holds no paths, no host name and no serial number: it can be shared.
+
+**On a CPU** only the references run, on a few rows, and the table says that it is no measurement.
+
+Without a browser: `comfy run --workflow workflows/api/bench_kernels.json --wait`.
+"""
