@@ -1,0 +1,33 @@
+"""Whole H3 blocks of real width on a GPU: stock against patched, three segments and more, equal latents."""
+
+import pytest
+import torch
+from conftest import pack_module
+from h3_sampling import equal, finite, fuse, run_of, sample, selftest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("pack")]
+
+
+@pytest.fixture(scope="module")
+def real_width(tmp_path_factory):
+    """One refiner and two DiT blocks of H3's own width with random weights, NVFP4, through the loader."""
+    tiny, writer = pack_module("kernels.checkpoint.tiny"), pack_module("kernels.checkpoint.writer")
+    tensors, metadata = tiny.tiny_h3(hidden=5376, heads=56, head_dim=128, ffn=14336, blocks=2, refiner_blocks=1)
+    path = tmp_path_factory.mktemp("h3") / "real_width.safetensors"
+    writer.write(str(path), tensors, metadata)
+    return pack_module("nodes.load").load_h3(str(path), compute_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("emulate", ["off", "w4a4"])
+def test_blocks_of_real_width(real_width, emulate):
+    """emulate off is what a user of this GPU gets; w4a4 runs the NVFP4 producers against kitchen's quantiser."""
+    _, positive, latent = selftest(reference="all", width=256, height=256)
+    stock = real_width if emulate == "off" else fuse(real_width, mode="off", emulate=emulate)
+    expected = sample(stock, positive, latent, steps=2)
+    assert finite(expected)
+    patched = fuse(real_width, emulate=emulate)
+    assert equal(sample(patched, positive, latent, steps=2), expected)
+    run = run_of(patched)
+    assert set(run.fused) == {0, 1} and not run.fallbacks
+    if emulate == "w4a4":
+        assert not run.bf16_inputs
