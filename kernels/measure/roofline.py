@@ -43,8 +43,14 @@ def copy_bandwidth(device, *, rounds: int = 20, between: Callable[[], None] | No
     source = torch.empty(elements, dtype=torch.bfloat16, device=device)
     source.normal_(generator=torch.Generator(device).manual_seed(0))
     target = torch.empty_like(source)
+
+    def copy(tensor):
+        # A kernel, as the ops are. Captured in a graph, copy_ becomes a memcpy node on the copy engines, which moved
+        # 2.7 TB/s on an H200 where the same copy outside a graph moved 4.2.
+        torch.neg(tensor, out=target)
+
     timing = time_rotating(
-        {"copy": target.copy_}, rounds=rounds, device=device, sets=[(source,)], warm_up_s=0.2, between=between
+        {"copy": copy}, rounds=rounds, device=device, sets=[(source,)], warm_up_s=0.2, between=between
     )
     return Copy(2 * elements * 2, elements, timing)
 

@@ -112,7 +112,9 @@ def test_kitchen_makes_the_codes_when_asked():
 
 @pytest.mark.parametrize("broken", ["nibbles", "one rounding less"])
 def test_a_wrong_producer_is_seen(broken, monkeypatch):
-    """The comparison above is able to fail."""
+    """The comparison above is able to fail. The references are broken here, so only a CPU run sees it."""
+    if torch.cuda.is_available():
+        pytest.skip("a GPU runs the kernels; tests/gpu breaks one of those")
     model, positive, latent = selftest()
     expected = sample(fuse(model, mode="off", emulate="w4a4"), positive, latent, steps=2)
     nvfp4 = pack_module("kernels.nvfp4")
