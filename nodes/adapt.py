@@ -57,6 +57,8 @@ class Sites:
         modulate, swiglu, attention_output: write NVFP4 there when the linear that follows takes it.
         elementwise: run the bf16 ops through the registry (False: ComfyUI's own expressions, which the references are).
         emulate_w4a4: run the four linears by dequantising both sides.
+        bf16_rows: run the bf16 twins of the producers through the registry too. On a GPU they are bit-equal each by
+            itself, and still two blocks of H3's width with them were not (research/PARITY.md): off there by default.
         impl: implementation asked of the registry.
         norm: "aten" (ComfyUI's own) or "fused", where that one is known to give the same bits.
     """
@@ -66,6 +68,7 @@ class Sites:
     attention_output: bool = True
     elementwise: bool = True
     emulate_w4a4: bool = False
+    bf16_rows: bool = True
     impl: str = "auto"
     norm: str = "aten"
 
@@ -105,10 +108,21 @@ def block_reason(block: torch.nn.Module, arguments: dict) -> str | None:
     modules = (block, block.attn, block.mlp, block.adaln_proj, block.norm1, block.norm2)
     if any(foreign_forward(module) for module in modules):
         return "another patch owns the forward of the block or of one of its parts"
+    if type(block.mlp).forward is not h3.MLP.forward or not all(map(_is_stock_norm, (block.norm1, block.norm2))):
+        return "another patch replaced the mlp or a norm of the block by a module of its own"
     for module in (block.norm1, block.norm2):
         if module.weight_function or module.bias_function:
             return "a weight patch on a norm runs during the forward"
     return None
+
+
+def _is_stock_norm(module: torch.nn.Module) -> bool:
+    """Whether a norm computes what ``comfy.ops`` RMSNorm does (the fused block calls its weight, not its forward)."""
+    stock = comfy.ops.disable_weight_init.RMSNorm
+    return (
+        getattr(type(module), "forward", None) is stock.forward
+        and getattr(type(module), "forward_comfy_cast_weights", None) is stock.forward_comfy_cast_weights
+    )
 
 
 def weight_reason(linear: torch.nn.Module) -> str | None:
@@ -169,9 +183,27 @@ def attributes_reason(block_class: type) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=8)
 def class_reason(block_class: type) -> str | None:
     """Why blocks of this class are left alone, or None when the fused composition gives its bits.
+
+    Probed once for each state of the functions that the composition stands in for: a pack that patches one of them on
+    its class later makes the next call probe again, see the difference, and leave the blocks to it.
+    """
+    return _class_reason(
+        block_class,
+        block_class.forward,
+        h3.MLP.forward,
+        h3._mod_scale_shift,
+        h3._mod_gate,
+        comfy.ops.linear_input_act,
+        comfy.ops.INPUT_ACT_EAGER.get("swiglu"),
+        comfy.ops.disable_weight_init.RMSNorm.forward,
+    )
+
+
+@functools.lru_cache(maxsize=32)
+def _class_reason(block_class: type, *stood_in_for) -> str | None:
+    """:func:`class_reason` for one state of those functions, which are the key.
 
     A block of 32 channels is built from ``block_class`` with fixed weights; the class's own forward and
     :func:`fused_forward` with reference ops run on the CPU over int and LongTensor segments; every bit must agree.
@@ -265,8 +297,9 @@ def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options
         sites: what to fuse.
     """
     emulated = sites.emulate_w4a4
-    bf16_impl = sites.impl if sites.elementwise else "reference"
-    bf16_norm = sites.norm if sites.elementwise else "aten"  # a reference's own norm is not ATen's to the bit
+    residual_impl = sites.impl if sites.elementwise else "reference"
+    bf16_impl = residual_impl if sites.bf16_rows else "reference"
+    bf16_norm = "aten" if bf16_impl == "reference" else sites.norm  # a reference's own norm is not ATen's to the bit
 
     def modulated(norm, scale, shift, linear):
         with cast_weight(norm, x) as weight:
@@ -295,7 +328,7 @@ def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options
     with attention_rows(out_proj) if fuse_rows else contextlib.nullcontext():
         y = block.attn(h, rope_freqs=rope_freqs, transformer_options=transformer_options)
     del h
-    fused.gate_residual_(x, gate1, y, mod_segments, impl=bf16_impl)
+    fused.gate_residual_(x, gate1, y, mod_segments, impl=residual_impl)
     del y
 
     h = modulated(block.norm2, scale2, shift2, block.mlp.fc1)
@@ -313,7 +346,7 @@ def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options
         y = fc2(z)
         del z
     del h
-    return fused.gate_residual_(x, gate2, y, mod_segments, impl=bf16_impl)
+    return fused.gate_residual_(x, gate2, y, mod_segments, impl=residual_impl)
 
 
 # ---------------------------------------------------------------- W4A4 by dequantising both sides

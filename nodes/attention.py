@@ -68,9 +68,12 @@ class AttentionOverride:
                 raise NotOurs(f"the call has an argument this version of the pack does not know: {name}")
         if not all(isinstance(tensor, torch.Tensor) for tensor in (q, k, v)):
             raise NotOurs(f"q, k and v are {type(q).__name__}, not tensors")
+        if not all(tensor.dtype in (torch.float32, torch.float16, torch.bfloat16) for tensor in (q, k, v)):
+            raise NotOurs(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}")
         if not skip_reshape:
-            if q.dim() != 3 or q.shape[-1] % heads:
-                raise NotOurs(f"q is {tuple(q.shape)} with {heads} heads")
+            shapes = [tuple(tensor.shape) for tensor in (q, k, v)]
+            if any(len(shape) != 3 or shape[-1] % heads for shape in shapes):
+                raise NotOurs(f"q, k and v are {', '.join(map(str, shapes))} with {heads} heads")
             q, k, v = (tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in (q, k, v))
 
         def shape_out(out):
@@ -136,7 +139,7 @@ class AttentionBackend(io.ComfyNode):
     def validate_inputs(cls, backend):
         """Answer for a name that this version does not have, as a workflow made elsewhere may hold one."""
         known = [attention.AUTO, *attention.names()]
-        if backend in known:
+        if backend is None or backend in known:  # None: it comes through a link and is judged when it arrives
             return True
         return f"{backend}: this version has no attention backend of that name; choose {' or '.join(known)}"
 
@@ -158,6 +161,9 @@ def refuse_here(backend: str, device: torch.device) -> None:
     if backend == attention.AUTO:
         return
     reasons = {name: reason for name, _, reason in attention.list_backends(device)}
+    if backend not in reasons:
+        reason = "this version has no attention backend of that name"
+        raise attention.AttentionRefused(backend, reason, ("auto", *reasons))
     if reasons[backend] is not None:
         others = tuple(name for name, reason in reasons.items() if reason is None)
         raise attention.AttentionRefused(backend, reasons[backend], (*others, "auto"))

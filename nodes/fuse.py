@@ -50,7 +50,7 @@ class BlockPatch:
 
     def __call__(self, arguments: dict, extra: dict) -> dict:
         """ComfyUI's calling convention: ``({"img", ...}, {"original_block"}) -> {"img"}``."""
-        recorder = arguments["transformer_options"].get(run.RUN)
+        recorder = arguments.get("transformer_options", {}).get(run.RUN)
 
         def inner(inner_arguments):
             return {"img": self._block(inner_arguments, extra["original_block"], recorder)}
@@ -64,7 +64,7 @@ class BlockPatch:
         return out
 
     def _block(self, arguments: dict, original_block, recorder):
-        dit = arguments["transformer_options"].get(run.DIT)
+        dit = arguments.get("transformer_options", {}).get(run.DIT)
         block = dit.blocks[self.index] if dit is not None else None
         reason = self._reason(block, arguments)
         emulating = block is not None and self.emulate == "w4a4" and reason_allows_emulation(reason)
@@ -74,7 +74,7 @@ class BlockPatch:
                     recorder.fallbacks[self.index, reason] += 1
                 return original_block(arguments)["img"]
             comfy.ops.run_every_op()
-            sites, refused = sites_on(arguments["img"].device, self.sites)
+            sites, refused = sites_on(arguments["img"].device, self.sites, self.emulate)
             out = adapt.fused_forward(
                 block,
                 arguments["img"],
@@ -150,7 +150,7 @@ def device_reason(device: torch.device, emulate: str) -> str | None:
     return f"no fused kernel runs here: {reasons[0]}{others}"
 
 
-def sites_on(device: torch.device, sites: adapt.Sites) -> tuple[adapt.Sites, dict[str, str]]:
+def sites_on(device: torch.device, sites: adapt.Sites, emulate: str = "off") -> tuple[adapt.Sites, dict[str, str]]:
     """What of ``sites`` runs on a device; lookups only.
 
     On a GPU the reference quantiser is not to the bit what ComfyUI's is, so a site whose producer is not certified
@@ -167,8 +167,9 @@ def sites_on(device: torch.device, sites: adapt.Sites) -> tuple[adapt.Sites, dic
         if getattr(sites, site) and name == "reference":
             refused[site] = f"{op} is left out: {'; '.join(reasons.values()) or 'it has no kernel'}"
     norm = sites.norm if certify.norm_of(device) == "fused" else "aten"
-    if refused or norm != sites.norm:
-        sites = dataclasses.replace(sites, norm=norm, **dict.fromkeys(refused, False))
+    bf16_rows = sites.bf16_rows and emulate != "off"
+    if refused or norm != sites.norm or bf16_rows != sites.bf16_rows:
+        sites = dataclasses.replace(sites, norm=norm, bf16_rows=bf16_rows, **dict.fromkeys(refused, False))
     return sites, refused
 
 

@@ -74,6 +74,11 @@ def load_h3(
             name,
         )
 
+    left_out = {"keys outside the model": info["dropped"], "metadata of missing layers": info["ignored_metadata"]}
+    for what, keys in left_out.items():
+        if keys:
+            log.info("H3 Blackwell: %s: left out %d %s, the first is %s", name, len(keys), what, keys[0])
+
     options = {} if compute_dtype is None else {"dtype": compute_dtype}
     patcher = comfy.sd.load_diffusion_model_state_dict(
         state_dict, model_options=options, metadata=info["metadata"], disable_dynamic=disable_dynamic

@@ -184,7 +184,9 @@ class MediaCheck(io.ComfyNode):
     def execute(cls, video, latent, filename_prefix) -> io.NodeOutput:
         expected = expected_of(latent)
         preview = {}
-        source = video.get_stream_source() if isinstance(video, InputImpl.VideoFromFile) else None
+        # A trimmed file stands for a part of itself: it is written out first, as frames are.
+        whole = isinstance(video, InputImpl.VideoFromFile) and video.get_active_trim_window() == (0.0, 0.0)
+        source = video.get_stream_source() if whole else None
         if isinstance(source, str):
             path = source
         else:

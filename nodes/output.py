@@ -26,7 +26,10 @@ def place(prefix: str, ending: str, width: int = 0, height: int = 0) -> tuple[st
     if not prefix or len(prefix) > LONGEST_PREFIX or "\0" in prefix:
         raise ValueError(f"filename_prefix must have 1 to {LONGEST_PREFIX} characters and no NUL, has {len(prefix)}")
     root = folder_paths.get_output_directory()
-    inside = os.path.commonpath([os.path.abspath(os.path.join(root, prefix)), os.path.abspath(root)])
+    try:
+        inside = os.path.commonpath([os.path.abspath(os.path.join(root, prefix)), os.path.abspath(root)])
+    except ValueError:  # another drive
+        inside = None
     if inside != os.path.abspath(root):
         raise ValueError(f"filename_prefix {prefix!r} leads out of the output folder; give a name below it")
     folder, name, counter, subfolder, _ = folder_paths.get_save_image_path(prefix, root, width, height)

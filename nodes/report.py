@@ -84,7 +84,7 @@ def finite_rung(latent: dict, record) -> dict:
     reason = None
     if record is not None and record.nonfinite:
         step, block = record.nonfinite
-        reason = f"block {block} is the first with a non-finite output, in step {step}"
+        reason = f"block {block} is the first with a non-finite output, in evaluation {step}"
     elif any(counts.values()):
         reason = "the latent is not finite, though every block that was watched was"
     return {
@@ -96,12 +96,17 @@ def finite_rung(latent: dict, record) -> dict:
 
 
 def blocks_rung(record) -> dict:
-    """How many blocks ran fused; skipped, with the reasons, when some ran in ComfyUI's own code."""
+    """How many blocks ran fused.
+
+    When some ran in ComfyUI's own code it is skipped, with the reasons; with emulation on it is failed, because then
+    the fused block was asked for on this very device.
+    """
     whole = {block for block in record.fused if not any(block == other for other, _ in record.fallbacks)}
     complete = record.blocks > 0 and len(whole) == record.blocks
+    asked = record.settings.get("FuseBlocks", {}).get("emulate", "off")
     return {
         "rung": "blocks fused",
-        "result": "passed" if complete else "skipped",
+        "result": "passed" if complete else ("failed" if asked != "off" else "skipped"),
         "numbers": {"fused": len(whole), "blocks": record.blocks, "steps": record.steps},
         "reason": None if complete else record.headline(),
     }
@@ -132,6 +137,9 @@ def build(model, latent=None, reference=None) -> dict:
     """Gather the report of a MODEL that has been sampled."""
     record = run.find(model)
     rungs = []
+    notes = overridden(model)
+    if record is not None and not run.sampled_with(model, record):
+        notes.append("the last sampling was of a later clone of this model; connect the model that the guider gets")
     if latent is not None and reference is not None:
         rungs.append(compare_latents(latent, reference))
     if latent is not None:
@@ -146,7 +154,7 @@ def build(model, latent=None, reference=None) -> dict:
         "written_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "environment": environment(),
         "run": record.as_dict() if record is not None else None,
-        "notes": overridden(model),
+        "notes": notes,
         "certification": certify.status(model.load_device),
         "rungs": rungs,
         "latent_sha256": None if latent is None else digests(latent),
@@ -195,7 +203,9 @@ def as_text(report: dict) -> str:
     else:
         lines.append(record["headline"])
         pace = record["seconds"] / record["steps"] if record["steps"] else 0.0
-        lines.append(f"{record['steps']} steps on {record['device']}, {record['seconds']:.2f} s, {pace:.3f} s per step")
+        lines.append(
+            f"{record['steps']} model evaluations on {record['device']}, {record['seconds']:.2f} s, {pace:.3f} s each"
+        )
         if record["peak_bytes"] is not None:
             lines.append(f"peak device memory {record['peak_bytes'] / 2**30:.2f} GiB")
         for entry in record["bf16_inputs"]:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import Counter
+from collections.abc import Sized
 from dataclasses import dataclass, field
 
 import comfy.patcher_extension
@@ -30,14 +32,14 @@ class Run:
     Attributes:
         settings: what each of our nodes was set to, in the order of the graph.
         state: ``"not started"``, ``"running"``, ``"finished"``, or ``"interrupted"`` (an exception or a cancel).
-        steps: model evaluations so far.
+        steps: model evaluations so far (two a sampling step where a guider asks for a negative too).
         seconds: wall time of the run, host clock, sampling only.
         fused: block index -> calls that ran fused.
         fallbacks: ``(block index, reason)`` -> calls that ran in ComfyUI's own code.
         bf16_inputs: ``(linear, reason)`` -> times a linear of a fused block got bf16 instead of NVFP4.
         attention: backend that ran -> calls.
         attention_handed_on: reason -> calls handed to the next attention function.
-        nonfinite: ``(step, block)`` of the first block output with an Inf or a NaN, or None.
+        nonfinite: ``(evaluation, block)`` of the first block output with an Inf or a NaN, or None.
         peak_bytes: most device memory that torch held at once during the run, or None without CUDA.
     """
 
@@ -55,11 +57,16 @@ class Run:
     nonfinite: tuple[int, int] | None = None
     peak_bytes: int | None = None
     _flags: torch.Tensor | None = field(default=None, repr=False)
+    _of_patchers: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary, repr=False)
+    _last: Run | None = field(default=None, repr=False)
+
+    def of(self, patcher) -> Run:
+        """The run of one patcher: clones made by later nodes share ours, but each sampled one has its own record."""
+        return self._of_patchers.setdefault(patcher, Run(settings=self.settings))
 
     def begin(self, device: torch.device, blocks: int) -> None:
         """Forget the last run and take what this one needs on the device (outside of any forward)."""
-        fresh = Run(settings=self.settings)
-        self.__dict__.update(fresh.__dict__)
+        self.__dict__.update(Run(settings=self.settings).__dict__)
         self.state, self.blocks, self.device = "running", blocks, str(device)
         self._started = time.perf_counter()
         if device.type == "cuda":
@@ -105,7 +112,7 @@ class Run:
         parts += [f"attention handed on x {count}: {reason}" for reason, count in self.attention_handed_on.items()]
         if self.nonfinite:
             step, block = self.nonfinite
-            parts.append(f"block {block} is the first with a non-finite output, in step {step}")
+            parts.append(f"block {block} is the first with a non-finite output, in evaluation {step}")
         if self.state == "interrupted":
             parts.append("interrupted")
         return "; ".join(parts) or "nothing of this pack ran"
@@ -137,13 +144,25 @@ class Run:
 
 
 def find(patcher) -> Run | None:
-    """The run of a ``MODEL``, or None when none of our nodes patched it."""
-    return patcher.model_options.get("transformer_options", {}).get(RUN)
+    """The run of a ``MODEL``, or None when none of our nodes patched it.
+
+    When this very patcher was not sampled but a later clone of it was, the last of those.
+    """
+    shared = patcher.model_options.get("transformer_options", {}).get(RUN)
+    if shared is None:
+        return None
+    return shared._of_patchers.get(patcher) or shared._last or shared
+
+
+def sampled_with(patcher, run: Run) -> bool:
+    """Whether ``run`` is of this very patcher, or of none yet."""
+    shared = patcher.model_options.get("transformer_options", {}).get(RUN)
+    return run is shared or shared._of_patchers.get(patcher) is run
 
 
 def attach(patcher, name: str, settings: dict) -> Run:
     """Give a fresh clone a run of its own that remembers the settings of our nodes so far, and install the wrappers."""
-    before = find(patcher)
+    before = patcher.model_options.get("transformer_options", {}).get(RUN)
     options = patcher.model_options.setdefault("transformer_options", {})
     run = Run(settings={**(before.settings if before else {}), name: settings})
     options[RUN] = run
@@ -157,11 +176,14 @@ def attach(patcher, name: str, settings: dict) -> Run:
 
 def _around_sampling(executor, *args, **kwargs):
     guider = executor.class_obj
-    run = guider.model_options.get("transformer_options", {}).get(RUN)
-    if run is None:
+    options = guider.model_options.get("transformer_options", {})
+    shared, patcher = options.get(RUN), getattr(guider, "model_patcher", None)
+    if shared is None or patcher is None:
         return executor(*args, **kwargs)
-    patcher = guider.model_patcher
-    run.begin(patcher.load_device, len(getattr(patcher.model.diffusion_model, "blocks", ())))
+    # The options are the guider's own copy for this sampling: the patches find this patcher's record in them.
+    run = options[RUN] = shared._last = shared.of(patcher)
+    blocks = getattr(getattr(patcher.model, "diffusion_model", None), "blocks", ())
+    run.begin(patcher.load_device, len(blocks) if isinstance(blocks, Sized) else 0)
     finished = False
     try:
         out = executor(*args, **kwargs)

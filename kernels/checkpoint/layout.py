@@ -23,7 +23,7 @@ from .dtypes import NAMES
 from .header import CheckpointError, TensorInfo
 from .writer import NVFP4_MARKER, marker_tensor
 
-PREFIXES = ("", "model.diffusion_model.", "model.")
+PREFIXES = ("", "model.diffusion_model.", "model.model.", "net.", "model.")
 """What may stand before the keys of the diffusion model in files ComfyUI loads."""
 QUANT_METADATA = "_quantization_metadata"
 MARKER = "comfy_quant"
@@ -38,6 +38,7 @@ REQUIRED_SCALES = {
     "mxfp8": ("weight_scale",),
     "int8_tensorwise": ("weight_scale",),
     "convrot_w4a4": ("weight_scale",),
+    "asym_w4a8_int8": ("weight_scale",),
 }
 _COMPANIONS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", MARKER)
 

@@ -47,9 +47,10 @@ def on(device: torch.device):
 
 
 def words(tensor: torch.Tensor) -> torch.Tensor:
-    """View the last axis of a bf16 tensor as int32 words of two elements; a copy only where the strides forbid it."""
-    if tensor.stride(-1) != 1 or tensor.stride(0) % 2 or tensor.data_ptr() % 4:
-        tensor = tensor.contiguous()
+    """View the last axis of a bf16 tensor as int32 words of two elements; a copy only where its memory forbids it."""
+    odd = any(step % 2 for step in tensor.stride()[:-1]) or tensor.storage_offset() % 2 or tensor.data_ptr() % 4
+    if tensor.stride(-1) != 1 or odd:
+        tensor = tensor.clone(memory_format=torch.contiguous_format)  # .contiguous() would keep an odd offset
     return tensor.view(torch.int32)
 
 

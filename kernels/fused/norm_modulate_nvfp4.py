@@ -16,6 +16,11 @@ def reference(x, weight, eps, scale, shift, segments, decode_scale, norm):
     return nvfp4.quantize(bf16_reference(x, weight, eps, scale, shift, segments, norm), decode_scale)
 
 
+def stand_in(x, weight, eps, scale, shift, segments, decode_scale, norm):
+    """The reference with ATen's norm (see ``norm_modulate.stand_in``)."""
+    return reference(x, weight, eps, scale, shift, segments, decode_scale, "aten")
+
+
 def bytes_moved(rows: int, columns: int, element_bytes: int = 2, static: bool = False) -> int:
     """Two readings of x (for the maximum, then to quantise; one with a static scale), codes and scales out."""
     readings = 1 if static else 2
@@ -34,6 +39,7 @@ OP = _op.Op(
     reference,
     bytes_moved,
     (_op.Implementation("triton", _triton, _launch.device_refusal, accepts),),
+    stand_in=stand_in,
 )
 
 

@@ -19,7 +19,7 @@ def real_width(tmp_path_factory):
 
 
 UNEQUAL = pytest.mark.xfail(
-    strict=False, reason="two blocks of real width differed from stock in bf16 on an H200; open, see research/PARITY.md"
+    strict=False, reason="blocks of real width differed from stock in bf16 on an H200; open, see research/PARITY.md"
 )
 
 
@@ -38,7 +38,7 @@ def test_the_default_leaves_blocks_without_fp4_alone(real_width):
 def test_stock_repeats_itself(real_width, between):
     """Were this to fail, no comparison below would mean anything.
 
-    Certification leaves memory full of other bytes behind, which would show an operation that reads what it never wrote.
+    Certification leaves memory full of other bytes behind, which shows an operation that reads what it never wrote.
     """
     _, positive, latent = selftest(reference="all", width=256, height=256)
     expected = sample(real_width, positive, latent, steps=2)

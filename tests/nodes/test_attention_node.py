@@ -71,13 +71,14 @@ def test_a_scale_is_honoured(override):
         ({"attn_precision": torch.float32}, "the call asks for torch.float32 inside"),
         ({"surprise": 1}, "does not know: surprise"),
         ({"enable_gqa": True}, "does not know: enable_gqa"),
+        ({"skip_reshape": False}, "with 3 heads"),
     ],
 )
 def test_what_it_cannot_honour_is_handed_on_unchanged(override, kwargs, reason):
     patch, record, options = override
     q, k, v = tensors()
     stock = Next()
-    assert patch(stock, q, k, v, 3, skip_reshape=True, **kwargs, **options) == "next"
+    assert patch(stock, q, k, v, 3, **{"skip_reshape": True, **kwargs}, **options) == "next"
     args, passed = stock.calls[0]
     assert args == (q, k, v, 3) and all(passed[name] is value for name, value in kwargs.items())
     assert len(record.attention_handed_on) == 1 and reason in next(iter(record.attention_handed_on))
@@ -141,6 +142,11 @@ def test_a_name_from_elsewhere_gets_the_reason_and_the_alternatives(pack):
     answer = node.validate_inputs(backend="sage3")
     assert answer.startswith("sage3: this version has no attention backend of that name; choose auto or sdpa")
     assert node.validate_inputs(backend="auto") is True
+    # Through a link the name arrives only when the node runs.
+    assert node.validate_inputs(backend=None) is True
+    model, _, _ = selftest()
+    with pytest.raises(pack_module("kernels.attention").AttentionRefused, match="^sage3: this version has no .*auto"):
+        attend(model, "sage3")
 
 
 def test_the_menu_is_the_folder(pack):

@@ -250,6 +250,49 @@ def test_a_foreign_forward_makes_that_block_fall_back(tiny, part):
     assert set(run_of(again).fused) == {0, 1, 2}
 
 
+@pytest.mark.parametrize("part", ["mlp", "norm1", "norm2"])
+def test_a_module_in_a_parts_place_is_honoured(tiny, part):
+    """An object patch may put a module of another class there; its forward must run."""
+    model, positive, latent = tiny
+    real = getattr(model.model.diffusion_model.blocks[1], part)
+    calls = []
+
+    class Doubled(type(real)):
+        def forward(self, *args, **kwargs):
+            calls.append(part)
+            return super().forward(*args, **kwargs) * 2
+
+    doubled = Doubled.__new__(Doubled)
+    doubled.__dict__ = real.__dict__.copy()
+    changed = model.clone()
+    changed.add_object_patch(f"diffusion_model.blocks.1.{part}", doubled)
+    expected = sample(changed, positive, latent)
+    assert not equal(expected, sample(model, positive, latent))
+    calls.clear()
+    patched = fuse(changed)
+    assert equal(sample(patched, positive, latent), expected) and len(calls) == 3
+    assert {block for block, _ in run_of(patched).fallbacks} == {1}
+
+
+@pytest.mark.parametrize("name", ["MLP", "DiTBlock"])
+def test_a_class_patched_after_the_first_run_is_honoured(tiny, name, monkeypatch):
+    """Many packs replace a method of ComfyUI's class while the process runs."""
+    import comfy.ldm.minimax.model as h3
+
+    model, positive, latent = tiny
+    patched = fuse(model)
+    sample(patched, positive, latent)
+    assert not run_of(patched).fallbacks
+    real = getattr(h3, name).forward
+    monkeypatch.setattr(getattr(h3, name), "forward", lambda self, x, *a, **k: real(self, x, *a, **k) * 1.5)
+    expected = sample(model, positive, latent)
+    assert equal(sample(patched, positive, latent), expected)
+    assert len({block for block, _ in run_of(patched).fallbacks}) == 3
+    monkeypatch.undo()
+    sample(patched, positive, latent)
+    assert not run_of(patched).fallbacks
+
+
 def test_a_hook_on_a_linear_is_honoured(tiny):
     """A hook-style LoRA on fc2 sees the bf16 input that it expects, also where SwiGLU would write codes."""
     import comfy.quant_ops
@@ -471,4 +514,4 @@ def test_the_first_block_that_is_not_finite_is_named(tiny):
     report = pack_module("nodes.report")
     rung = next(item for item in report.build(patched, out[0])["rungs"] if item["rung"] == "finite")
     assert rung["result"] == "failed"
-    assert rung["reason"] == "block 1 is the first with a non-finite output, in step 2"
+    assert rung["reason"] == "block 1 is the first with a non-finite output, in evaluation 2"

@@ -48,7 +48,8 @@ def test_a_whole_report():
     assert rungs["finite"]["result"] == "passed"
     assert set(data["latent_sha256"]) == {"video", "audio"}
     text = out.result[0]
-    assert text == out.ui["text"][0] and text.startswith("fused 3/3 blocks; attention sdpa x 9\n3 steps on cpu, ")
+    assert text == out.ui["text"][0]
+    assert text.startswith("fused 3/3 blocks; attention sdpa x 9\n3 model evaluations on cpu, ")
     assert os.sep + "tmp" not in text
 
 
@@ -101,6 +102,32 @@ def test_fallbacks_are_listed_with_their_reason():
     assert [entry["calls"] for entry in data["run"]["fallbacks"]] == [3, 3, 3]
     rung = next(rung for rung in data["rungs"] if rung["rung"] == "blocks fused")
     assert rung["result"] == "skipped" and "emulate is off" in rung["reason"]
+
+
+def test_a_fallback_under_emulation_is_a_failure(monkeypatch):
+    """Otherwise a self-test in which nothing was fused would compare stock with stock and pass."""
+    model, positive, latent = selftest()
+    stock = sample(model, positive, latent)[0]
+    monkeypatch.setattr(pack_module("nodes.adapt"), "class_reason", lambda block_class: "unknown block")
+    patched = fuse(model, emulate="bf16")
+    with pytest.raises(RuntimeError, match=r"blocks fused: fused 0/3 blocks; 3 fell back: unknown block"):
+        report(patched, sample(patched, positive, latent)[0], stock, "fail")
+
+
+def test_clones_behind_our_nodes_have_records_of_their_own():
+    model, positive, latent = selftest()
+    base = fuse(model)
+    left, right = base.clone(), base.clone()
+    right.set_model_patch_replace(lambda a, extra: extra["original_block"](a), "dit", "double_block", 2)
+    ours = sample(left, positive, latent, steps=3)[0]
+    sample(right, positive, latent, steps=2)
+    of_left, of_right = report(left, ours), report(right)
+    assert "fused 3/3 blocks" in of_left.result[0] and "3 model evaluations" in of_left.result[0]
+    assert "fused 2/3 blocks" in of_right.result[0] and "2 model evaluations" in of_right.result[0]
+    assert "later clone" not in of_left.result[0] + of_right.result[0]
+    # The model in front of the clones was not sampled itself: the last of them is shown, and that is said.
+    assert "fused 2/3 blocks" in report(base).result[0]
+    assert "the last sampling was of a later clone of this model" in report(base).result[0]
 
 
 def test_before_sampling_and_without_patches():

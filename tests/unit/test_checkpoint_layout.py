@@ -369,3 +369,17 @@ def test_tiny_h3_is_deterministic_and_has_the_dtypes_of_real_files():
         checkpoint.tiny_h3("half")
     with pytest.raises(ValueError, match="96"):
         checkpoint.tiny_h3(head_dim=64)
+
+
+@pytest.mark.parametrize("prefix", ["model.diffusion_model.", "model.model.", "net.", "model."])
+def test_every_prefix_that_comfyui_strips(prefix):
+    layout = pack_module("kernels.checkpoint.layout")
+    names = [f"{prefix}video_patch_proj.weight", f"{prefix}audio_patch_proj.weight"]
+    assert layout.prefix_of(names) == prefix and layout.is_h3(names)
+
+
+def test_every_format_of_the_core_is_known(comfy):
+    import comfy.quant_ops
+
+    layout = pack_module("kernels.checkpoint.layout")
+    assert set(comfy.quant_ops.QUANT_ALGOS) <= set(layout.REQUIRED_SCALES)

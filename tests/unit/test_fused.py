@@ -238,6 +238,36 @@ def test_choice_of_an_implementation():
         op_module.run(op, cpu, "fourth", 1)
 
 
+def test_auto_never_runs_the_norms_formula():
+    """What a kernel's norm="fused" gives is ATen's to the bit; the reference's formula is not, so auto leaves it."""
+    kept = fused.OPS["norm_modulate"]
+    x, weight, scale, shift = tensors(64, 5376, 1)
+    given = (x, weight, 1e-5, scale, shift, [(0, 64, 0)])
+    assert kept.stand_in is not None
+    assert same(fused.norm_modulate(*given, norm="fused"), fused.norm_modulate(*given, norm="aten"))
+    q = fused.norm_modulate_nvfp4(*given, norm="fused")
+    assert same(q, fused.norm_modulate_nvfp4(*given, norm="aten"))
+    formula = fused.norm_modulate(*given, norm="fused", impl="reference")
+    assert float((formula != fused.norm_modulate(*given)).float().mean()) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(64).bfloat16().view(2, 32),
+        torch.arange(65).bfloat16()[1:].view(2, 32),
+        torch.arange(66).bfloat16().view(2, 33)[:, :32],
+        torch.arange(128).bfloat16().view(2, 64)[:, ::2],
+    ],
+    ids=["packed", "odd offset", "odd stride", "every other"],
+)
+def test_words_of_any_memory(tensor):
+    launch = pack_module("kernels.fused._launch")
+    words = launch.words(tensor)
+    assert words.dtype == torch.int32 and words.shape == (2, 16)
+    assert torch.equal(words.contiguous().view(torch.bfloat16), tensor)
+
+
 def test_auto_without_a_willing_implementation_is_the_reference():
     op = fused.Op("op", "", lambda value: value + 1, int, (implementation("only", "cc 9.0"),))
     assert op_module.run(op, torch.device("cpu"), "auto", 1) == 2
