@@ -90,7 +90,7 @@ def environment(image_digest: str | None = None) -> dict:
     if "comfyui_version" in sys.modules:
         versions["comfyui"] = sys.modules["comfyui_version"].__version__
     return {
-        # Only the numbers of the kernel's release: what a build adds to them can name a workplace.
+        # Only the numbers of the kernel's release: what a build adds to them can name a place.
         "os": f"{platform.system()} {re.match(r'[0-9.]*', platform.release())[0]} {platform.machine()}",
         "image_digest": image_digest,
         "packages": versions,
