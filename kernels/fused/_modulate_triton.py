@@ -172,8 +172,8 @@ def _largest_of_rows(
 ):  # fmt: skip
     """Largest magnitude [R] of each modulated row, as bf16 bits.
 
-    The running maximum starts with the last chunk, not with zeros: ptxas 13.0 folds ``max.NaN.xorsign.abs`` with a
-    constant zero into something that loses values (seen on an H200).
+    The running maximum starts with data, not with zeros: with a constant zero as the first operand of
+    ``max.NaN.xorsign.abs.bf16x2`` values of the first chunk were lost on an H200 (Triton 3.6). Why was not found out.
     """
     whole: tl.constexpr = HALF // BLOCK * BLOCK
     if TAIL > 0:
