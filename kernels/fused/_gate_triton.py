@@ -4,7 +4,8 @@ import triton
 import triton.language as tl
 
 from . import _launch
-from ._modulate_triton import Tile, table_of
+from ._launch import Tile
+from ._modulate_triton import table_of
 from ._words_triton import ASM, NO_FUSION, high, low, pair
 
 TILE = Tile(rows=2, words=512, warps=4)  # found on one H200 (research/records)

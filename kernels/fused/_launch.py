@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -15,6 +16,15 @@ from .. import nvfp4
 
 MIN_CAPABILITY = (9, 0)  # packed bf16 arithmetic and e4m3 conversion in hardware
 GROUP = 8  # segments that one launch of `prepare` marks
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows and words of a program, and its warps."""
+
+    rows: int
+    words: int
+    warps: int
 
 
 @functools.lru_cache(maxsize=64)

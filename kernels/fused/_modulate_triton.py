@@ -14,13 +14,12 @@ of the warps through shared memory. Written out here as 128 accumulators and sev
 still does it in this order is for the certification to find out, not for this file to know.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from . import _launch
+from ._launch import Tile
 from ._words_triton import (
     ASM,
     NO_FUSION,
@@ -36,16 +35,6 @@ from ._words_triton import (
     store_codes,
     store_scales,
 )
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Rows and words of a program, and its warps."""
-
-    rows: int
-    words: int
-    warps: int
-
 
 # Found on one H200 (research/records); what they mean is in the kernels' docstrings.
 MEASURE = Tile(rows=1, words=512, warps=2)

@@ -4,13 +4,12 @@ Dynamic: one pass for the largest magnitude, one that quantises; both read the i
 warp reads whole 128-byte lines of gate and of up.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from . import _launch
+from ._launch import Tile
 from ._words_triton import (
     ASM,
     NO_FUSION,
@@ -26,15 +25,6 @@ from ._words_triton import (
 )
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Rows and words of a program, and its warps."""
-
-    rows: int
-    words: int
-    warps: int
 
 
 # Found on one H200 (research/records).
