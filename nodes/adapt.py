@@ -57,8 +57,6 @@ class Sites:
         modulate, swiglu, attention_output: write NVFP4 there when the linear that follows takes it.
         elementwise: run the bf16 ops through the registry (False: ComfyUI's own expressions, which the references are).
         emulate_w4a4: run the four linears by dequantising both sides.
-        bf16_rows: run the bf16 twins of the producers through the registry too. On a GPU they are bit-equal each by
-            itself, and still two blocks of H3's width with them were not (research/PARITY.md): off there by default.
         impl: implementation asked of the registry.
         norm: "aten" (ComfyUI's own) or "fused", where that one is known to give the same bits.
     """
@@ -68,7 +66,6 @@ class Sites:
     attention_output: bool = True
     elementwise: bool = True
     emulate_w4a4: bool = False
-    bf16_rows: bool = True
     impl: str = "auto"
     norm: str = "aten"
 
@@ -297,8 +294,7 @@ def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options
         sites: what to fuse.
     """
     emulated = sites.emulate_w4a4
-    residual_impl = sites.impl if sites.elementwise else "reference"
-    bf16_impl = residual_impl if sites.bf16_rows else "reference"
+    bf16_impl = sites.impl if sites.elementwise else "reference"
     bf16_norm = "aten" if bf16_impl == "reference" else sites.norm  # a reference's own norm is not ATen's to the bit
 
     def modulated(norm, scale, shift, linear):
@@ -328,7 +324,7 @@ def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options
     with attention_rows(out_proj) if fuse_rows else contextlib.nullcontext():
         y = block.attn(h, rope_freqs=rope_freqs, transformer_options=transformer_options)
     del h
-    fused.gate_residual_(x, gate1, y, mod_segments, impl=residual_impl)
+    fused.gate_residual_(x, gate1, y, mod_segments, impl=bf16_impl)
     del y
 
     h = modulated(block.norm2, scale2, shift2, block.mlp.fc1)
@@ -346,7 +342,7 @@ def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options
         y = fc2(z)
         del z
     del h
-    return fused.gate_residual_(x, gate2, y, mod_segments, impl=residual_impl)
+    return fused.gate_residual_(x, gate2, y, mod_segments, impl=bf16_impl)
 
 
 # ---------------------------------------------------------------- W4A4 by dequantising both sides

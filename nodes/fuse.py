@@ -74,7 +74,7 @@ class BlockPatch:
                     recorder.fallbacks[self.index, reason] += 1
                 return original_block(arguments)["img"]
             comfy.ops.run_every_op()
-            sites, refused = sites_on(arguments["img"].device, self.sites, self.emulate)
+            sites, refused = sites_on(arguments["img"].device, self.sites)
             out = adapt.fused_forward(
                 block,
                 arguments["img"],
@@ -98,15 +98,7 @@ class BlockPatch:
             adapt.block_reason(block, arguments)
             or adapt.class_reason(type(block))
             or device_reason(arguments["img"].device, self.emulate)
-            or self._no_fp4(block, arguments["img"].device)
         )
-
-    def _no_fp4(self, block, device: torch.device) -> str | None:
-        """On a GPU the bf16 ops alone are not used by default: see `NO_FP4`."""
-        if device.type != "cuda" or self.emulate != "off":
-            return None
-        linears = [block.get_submodule(name) for name in adapt.LINEARS]
-        return NO_FP4 if all(adapt.fp4_reason(linear) is not None for linear in linears) else None
 
     def _note_bf16_inputs(self, block, recorder, refused: dict[str, str]) -> None:
         for name, site in zip(adapt.LINEARS, ("modulate", "attention_output", "modulate", "swiglu"), strict=True):
@@ -118,12 +110,6 @@ class BlockPatch:
 
 
 MODE_OFF = "mode is off"
-# Each bf16 op equals ComfyUI's chain in every bit on an H200, and so does a tiny H3 with them; two blocks of H3's real
-# width did not (research/PARITY.md). Until that is understood, exact means leaving such blocks alone.
-NO_FP4 = (
-    "no linear of the block takes NVFP4 here, and the bf16 ops alone are not shown to be exact on a GPU; "
-    "set emulate to bf16 to run them"
-)
 
 
 def reason_allows_emulation(reason: str | None) -> bool:
@@ -150,7 +136,7 @@ def device_reason(device: torch.device, emulate: str) -> str | None:
     return f"no fused kernel runs here: {reasons[0]}{others}"
 
 
-def sites_on(device: torch.device, sites: adapt.Sites, emulate: str = "off") -> tuple[adapt.Sites, dict[str, str]]:
+def sites_on(device: torch.device, sites: adapt.Sites) -> tuple[adapt.Sites, dict[str, str]]:
     """What of ``sites`` runs on a device; lookups only.
 
     On a GPU the reference quantiser is not to the bit what ComfyUI's is, so a site whose producer is not certified
@@ -167,9 +153,8 @@ def sites_on(device: torch.device, sites: adapt.Sites, emulate: str = "off") -> 
         if getattr(sites, site) and name == "reference":
             refused[site] = f"{op} is left out: {'; '.join(reasons.values()) or 'it has no kernel'}"
     norm = sites.norm if certify.norm_of(device) == "fused" else "aten"
-    bf16_rows = sites.bf16_rows and emulate != "off"
-    if refused or norm != sites.norm or bf16_rows != sites.bf16_rows:
-        sites = dataclasses.replace(sites, norm=norm, bf16_rows=bf16_rows, **dict.fromkeys(refused, False))
+    if refused or norm != sites.norm:
+        sites = dataclasses.replace(sites, norm=norm, **dict.fromkeys(refused, False))
     return sites, refused
 
 

@@ -30,8 +30,10 @@ from ._words_triton import (
     larger,
     low,
     mul2,
+    pad_codes,
     pair,
     quantise,
+    quantise_halves,
     store_codes,
     store_scales,
 )
@@ -42,7 +44,7 @@ AMAX = Tile(rows=32, words=64, warps=2)
 QUANTISE = Tile(rows=32, words=32, warps=1)
 MODULATE = Tile(rows=1, words=1024, warps=4)
 ROW_QUANTISE = Tile(rows=1, words=512, warps=2)
-ROW_MODULATE = Tile(rows=1, words=512, warps=2)
+ROW_MODULATE = Tile(rows=1, words=1024, warps=4)
 
 
 @triton.jit
@@ -50,7 +52,8 @@ def _mark(index_ptr, position, start, stop, row):
     tl.store(index_ptr + position, tl.zeros_like(position) + row, mask=(position >= start) & (position < stop))
 
 
-@triton.jit
+# A segment's borders and row are data: specialising on them would compile the kernel anew for every layout of a prompt.
+@triton.jit(do_not_specialize=["T", "S", "TABLES", *(f"{letter}{at}" for at in range(8) for letter in "abr")])
 def prepare(
     scale_ptr, shift_ptr, scale_stride, shift_stride, factor_ptr, offset_ptr, index_ptr, amax_ptr, T, K, S, TABLES,
     a0, b0, r0, a1, b1, r1, a2, b2, r2, a3, b3, r3, a4, b4, r4, a5, b5, r5, a6, b6, r6, a7, b7, r7,
@@ -105,18 +108,21 @@ def _normed(word, weight, rstd, ASM: tl.constexpr):
 
 
 @triton.jit
-def _sum_of_squares(x_row, inside_rows, HALF: tl.constexpr, R: tl.constexpr):
-    """Sum of squares of R rows [R] in ATen's order; `x_row` int32 pointers [R] to the rows' words."""
+def _rstd(x_row, eps, HALF: tl.constexpr, R: tl.constexpr, KEEP: tl.constexpr = ""):
+    """1 / sqrt(mean of squares + eps) of R rows [R] in ATen's order; `x_row` int32 pointers [R] to the rows' words.
+
+    KEEP is the cache's policy for them ("evict_last" for rows that are read again).
+    """
     thread = tl.arange(0, 128)
     pair_of = tl.arange(0, 2)
     total = tl.zeros([R, 128], tl.float32)
     for start in tl.static_range(0, HALF, 256):
         word = start + thread[:, None] * 2 + pair_of[None, :]
         at = x_row[:, None, None] + word[None, :, :]
-        if start + 256 <= HALF:
-            words = tl.load(at, mask=inside_rows[:, None, None], other=0)
+        if start + 256 <= HALF:  # noqa: SIM108 - a mask that is not needed costs
+            words = tl.load(at, eviction_policy=KEEP)
         else:
-            words = tl.load(at, mask=inside_rows[:, None, None] & (word < HALF)[None, :, :], other=0)
+            words = tl.load(at, mask=(word < HALF)[None, :, :], other=0, eviction_policy=KEEP)
         first, second = tl.split(words)
         total = tl.fma(low(first), low(first), total)
         total = tl.fma(high(first), high(first), total)
@@ -130,24 +136,25 @@ def _sum_of_squares(x_row, inside_rows, HALF: tl.constexpr, R: tl.constexpr):
     total = tl.sum(tl.reshape(total, [R, 4, 2]), axis=2)
     # The warps: i += i + 2, then 1.
     total = tl.sum(tl.reshape(total, [R, 2, 2]), axis=1)
-    return tl.sum(total, axis=1)
+    squares = tl.sum(total, axis=1)
+    return tl.rsqrt(tl.div_rn(squares, tl.zeros_like(squares) + 2 * HALF) + eps)
 
 
 @triton.jit
 def _chunk(
-    x_row, rstd, weight_ptr, factor_at, offset_at, keep, start,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr,
+    x_row, rstd, weight_ptr, factor_at, offset_at, start,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, KEEP: tl.constexpr = "",
 ):  # fmt: skip
     """Modulated words [R, BLOCK] of a chunk of columns; `factor_at` and `offset_at` are pointers [1 or R, 1]."""
     column = start + tl.arange(0, BLOCK)
     if start + BLOCK <= HALF:
-        word = tl.load(x_row[:, None] + column[None, :], mask=keep[:, None], other=0)
+        word = tl.load(x_row[:, None] + column[None, :], eviction_policy=KEEP)
         weight = tl.load(weight_ptr + column)[None, :]
         factor = tl.load(factor_at + column[None, :])
         offset = tl.load(offset_at + column[None, :])
     else:
         within = (column < HALF)[None, :]
-        word = tl.load(x_row[:, None] + column[None, :], mask=within & keep[:, None], other=0)
+        word = tl.load(x_row[:, None] + column[None, :], mask=within, other=0, eviction_policy=KEEP)
         weight = tl.load(weight_ptr + column, mask=column < HALF, other=0)[None, :]
         factor = tl.load(factor_at + column[None, :], mask=within, other=0)
         offset = tl.load(offset_at + column[None, :], mask=within, other=0)
@@ -156,7 +163,7 @@ def _chunk(
 
 @triton.jit
 def _largest_of_rows(
-    x_row, rstd, weight_ptr, factor_at, offset_at, keep,
+    x_row, rstd, weight_ptr, factor_at, offset_at,
     HALF: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Largest magnitude [R] of each modulated row, as bf16 bits.
@@ -166,12 +173,12 @@ def _largest_of_rows(
     """
     whole: tl.constexpr = HALF // BLOCK * BLOCK
     if TAIL > 0:
-        tail = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, whole, HALF, TAIL, ASM)
+        tail = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, whole, HALF, TAIL, ASM)
         largest = amax_bits(tail, 1, ASM)
     if whole > 0:
-        best = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, 0, HALF, BLOCK, ASM)
+        best = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, 0, HALF, BLOCK, ASM)
         for start in tl.static_range(BLOCK, whole, BLOCK):
-            h = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, keep, start, HALF, BLOCK, ASM)
+            h = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, start, HALF, BLOCK, ASM)
             best = larger(best, h, ASM)
         of_whole = amax_bits(best, 1, ASM)
         largest = tl.maximum(largest, of_whole) if TAIL > 0 else of_whole
@@ -185,66 +192,139 @@ def measure(
 ):  # fmt: skip
     """rstd of each row, and the largest magnitude of the modulated rows by atomic maximum over their bf16 bits."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
-    inside = rows < M
-    x_row = x_ptr + rows.to(tl.int64) * x_stride
-    squares = _sum_of_squares(x_row, inside, HALF, R)
-    rstd = tl.rsqrt(tl.div_rn(squares, tl.zeros_like(squares) + 2 * HALF) + eps)
-    tl.store(rstd_ptr + rows, rstd, mask=inside)
+    read = tl.minimum(rows, M - 1)  # rows past the end read the last one again: no mask on any load
+    x_row = x_ptr + read.to(tl.int64) * x_stride
+    rstd = _rstd(x_row, eps, HALF, R)
+    tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     if AMAX:
-        index = tl.load(index_ptr + rows, mask=inside, other=-1)
-        least = tl.min(tl.where(index < 0, 2147483647, index), axis=0)
+        index = tl.load(index_ptr + read)
+        least = tl.min(index, axis=0)
         if least == tl.max(index, axis=0):  # the rows share a row of the table: load it once
             base = tl.full([1, 1], 0, tl.int64) + least.to(tl.int64) * HALF
             of_rows = _largest_of_rows(
-                x_row, rstd, weight_ptr, factor_ptr + base, offset_ptr + base, inside, HALF, BLOCK, TAIL, ASM
+                x_row, rstd, weight_ptr, factor_ptr + base, offset_ptr + base, HALF, BLOCK, TAIL, ASM
             )
         else:
-            bases = tl.maximum(index, 0).to(tl.int64)[:, None] * HALF
+            bases = index.to(tl.int64)[:, None] * HALF
             of_rows = _largest_of_rows(
-                x_row, rstd, weight_ptr, factor_ptr + bases, offset_ptr + bases, inside, HALF, BLOCK, TAIL, ASM
+                x_row, rstd, weight_ptr, factor_ptr + bases, offset_ptr + bases, HALF, BLOCK, TAIL, ASM
             )
-        largest = tl.max(tl.where(inside, of_rows, 0), axis=0)
+        largest = tl.max(of_rows, axis=0)
         # Most programs find that the maximum so far is theirs to leave alone; the atomic is for the few others.
         if largest > tl.load(amax_ptr, volatile=True):
             tl.atomic_max(amax_ptr, largest, sem="relaxed")
 
 
 @triton.jit
-def _emit_chunk(
-    h, g, rows, codes_ptr, scales_ptr, out_ptr, M, start,
-    HALF: tl.constexpr, NVFP4: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, FP4: tl.constexpr,
+def row_modulate(
+    x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, out_ptr, M, eps,
+    HALF: tl.constexpr, R: tl.constexpr, W: tl.constexpr, TAIL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    column = start + tl.arange(0, W)
-    if NVFP4:
-        codes, bits = quantise(h, g, ASM, FP4, R, W)
-        store_codes(codes_ptr, rows, column, codes, M, HALF, start + W <= HALF)
-        store_scales(scales_ptr, rows, start // 8 + tl.arange(0, W // 8), bits, M, HALF // 8)
-    else:
-        inside = (rows < M)[:, None] & (column < HALF)[None, :]
-        tl.store(out_ptr + rows.to(tl.int64)[:, None] * HALF + column[None, :], h, mask=inside)
+    """Norm and modulation in one reading of x (the second one comes from L1), bf16 out."""
+    rows = tl.program_id(0) * R + tl.arange(0, R)
+    read = tl.minimum(rows, M - 1)  # rows past the end read the last one again: no mask on any load
+    x_row = x_ptr + read.to(tl.int64) * x_stride
+    out_row = out_ptr + rows.to(tl.int64) * HALF
+    rstd = _rstd(x_row, eps, HALF, R, "evict_last")
+    table = tl.load(index_ptr + read).to(tl.int64)[:, None] * HALF
+    factor_at, offset_at = factor_ptr + table, offset_ptr + table
+    whole: tl.constexpr = HALF // W * W
+    for start in tl.static_range(0, whole, W):
+        h = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, start, HALF, W, ASM, "evict_first")
+        tl.store(out_row[:, None] + (start + tl.arange(0, W))[None, :], h, mask=(rows < M)[:, None])
+    if TAIL > 0:
+        column = whole + tl.arange(0, TAIL)
+        last = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, whole, HALF, TAIL, ASM, "evict_first")
+        tl.store(out_row[:, None] + column[None, :], last, mask=(rows < M)[:, None] & (column < HALF)[None, :])
 
 
 @triton.jit
-def row_pass(
-    x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, decode_ptr, codes_ptr, scales_ptr, out_ptr, M, eps,
-    NVFP4: tl.constexpr, HALF: tl.constexpr, R: tl.constexpr, W: tl.constexpr, TAIL: tl.constexpr,
-    ASM: tl.constexpr, FP4: tl.constexpr,
+def _half_blocks(x_row, rstd, weight_ptr, factor_at, offset_at, column, EVEN: tl.constexpr, HALF, ASM):
+    """Modulated words [R, BLOCKS, 4] at the columns [BLOCKS, 4].
+
+    Every row asks for the weight by itself: a warp has a row to itself, and shared loads would change hands between
+    warps through shared memory.
+    """
+    column = column[None, :, :] + tl.zeros_like(rstd).to(tl.int32)[:, None, None]
+    if EVEN:
+        word = tl.load(x_row[:, None, None] + column)
+        weight = tl.load(weight_ptr + column)
+        factor = tl.load(factor_at + column)
+        offset = tl.load(offset_at + column)
+    else:
+        within = column < HALF
+        word = tl.load(x_row[:, None, None] + column, mask=within, other=0)
+        weight = tl.load(weight_ptr + column, mask=within, other=0)
+        factor = tl.load(factor_at + column, mask=within, other=0)
+        offset = tl.load(offset_at + column, mask=within, other=0)
+    return add2(mul2(_normed(word, weight, rstd[:, None, None], ASM), factor, ASM), offset, ASM)
+
+
+@triton.jit
+def _quantise_chunk(
+    x_row, rstd, weight_ptr, factor_at, offset_at, g, rows, codes_ptr, scales_ptr, M, start,
+    HALF: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, FP4: tl.constexpr,
 ):  # fmt: skip
-    """Norm and modulation in one reading of x (the second one comes from L1): bf16 out, or codes by a static scale."""
+    even: tl.constexpr = start + W <= HALF
+    block = start // 8 + tl.arange(0, W // 8)
+    column = block[:, None] * 8 + tl.arange(0, 4)[None, :]
+    first = _half_blocks(x_row, rstd, weight_ptr, factor_at, offset_at, column, even, HALF, ASM)
+    second = _half_blocks(x_row, rstd, weight_ptr, factor_at, offset_at, column + 4, even, HALF, ASM)
+    codes, more_codes, bits = quantise_halves(first, second, g, ASM, FP4, R, W // 8)
+    at = codes_ptr + rows.to(tl.int64)[:, None, None] * HALF + column[None, :, :]
+    inside = (rows < M)[:, None, None] if even else (rows < M)[:, None, None] & (column < HALF)[None, :, :]
+    tl.store(at, codes, mask=inside)
+    tl.store(at + 4, more_codes, mask=inside)
+    store_scales(scales_ptr, rows, block, bits, M, HALF // 8)
+
+
+@triton.jit
+def _quantise_rest(
+    x_row, rstd, weight_ptr, factor_at, offset_at, g, rows, codes_ptr, scales_ptr, M,
+    HALF: tl.constexpr, R: tl.constexpr, W: tl.constexpr, WIDTH: tl.constexpr, ASM: tl.constexpr, FP4: tl.constexpr,
+):  # fmt: skip
+    """The part of WIDTH words of what HALF leaves over W, if its binary digits hold it."""
+    rest: tl.constexpr = (HALF % W + 31) // 32 * 32
+    if WIDTH >= 32 and rest & WIDTH:
+        start: tl.constexpr = HALF // W * W + rest // (2 * WIDTH) * (2 * WIDTH)
+        h = _chunk(
+            x_row, rstd, weight_ptr, tl.reshape(factor_at, [R, 1]), tl.reshape(offset_at, [R, 1]), start, HALF, WIDTH,
+            ASM,
+        )  # fmt: skip
+        codes, bits = quantise(h, g, ASM, FP4, R, WIDTH)
+        column = start + tl.arange(0, WIDTH)
+        inside = (rows < M)[:, None] & (column < HALF)[None, :]
+        tl.store(codes_ptr + rows.to(tl.int64)[:, None] * HALF + column[None, :], codes, mask=inside)
+        store_scales(scales_ptr, rows, start // 8 + tl.arange(0, WIDTH // 8), bits, M, HALF // 8)
+
+
+@triton.jit
+def row_quantise(
+    x_ptr, x_stride, weight_ptr, factor_ptr, offset_ptr, index_ptr, decode_ptr, codes_ptr, scales_ptr, M, eps,
+    HALF: tl.constexpr, R: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr, FP4: tl.constexpr,
+):  # fmt: skip
+    """Norm, modulation and codes by a static scale in one reading of x (the second one comes from L1)."""
     rows = tl.program_id(0) * R + tl.arange(0, R)
-    inside = rows < M
-    x_row = x_ptr + rows.to(tl.int64) * x_stride
-    squares = _sum_of_squares(x_row, inside, HALF, R)
-    rstd = tl.rsqrt(tl.div_rn(squares, tl.zeros_like(squares) + 2 * HALF) + eps)
-    table = tl.load(index_ptr + rows, mask=inside, other=0).to(tl.int64)[:, None] * HALF
-    g = tl.load(decode_ptr) if NVFP4 else 0.0
+    read = tl.minimum(rows, M - 1)  # rows past the end read the last one again: no mask on any load
+    x_row = x_ptr + read.to(tl.int64) * x_stride
+    rstd = _rstd(x_row, eps, HALF, R)
+    table = tl.load(index_ptr + read).to(tl.int64)[:, None, None] * HALF
+    g = tl.load(decode_ptr)
     whole: tl.constexpr = HALF // W * W
     for start in tl.static_range(0, whole, W):
-        h = _chunk(x_row, rstd, weight_ptr, factor_ptr + table, offset_ptr + table, inside, start, HALF, W, ASM)
-        _emit_chunk(h, g, rows, codes_ptr, scales_ptr, out_ptr, M, start, HALF, NVFP4, R, W, ASM, FP4)
-    if TAIL > 0:
-        last = _chunk(x_row, rstd, weight_ptr, factor_ptr + table, offset_ptr + table, inside, whole, HALF, TAIL, ASM)
-        _emit_chunk(last, g, rows, codes_ptr, scales_ptr, out_ptr, M, whole, HALF, NVFP4, R, TAIL, ASM, FP4)
+        _quantise_chunk(
+            x_row, rstd, weight_ptr, factor_ptr + table, offset_ptr + table, g, rows, codes_ptr, scales_ptr, M, start,
+            HALF, R, W, ASM, FP4,
+        )  # fmt: skip
+    # The rest of a row in powers of two, the last one at least 32 words, so that few lanes compute for nothing.
+    for digit in tl.static_range(1, 6):
+        _quantise_rest(
+            x_row, rstd, weight_ptr, factor_ptr + table, offset_ptr + table, g, rows, codes_ptr, scales_ptr, M,
+            HALF, R, W, W >> digit, ASM, FP4,
+        )  # fmt: skip
+    if tl.max(rows, axis=0) >= M:
+        for first in range(0, HALF, W):
+            pad_codes(codes_ptr, rows, first + tl.arange(0, W), M, HALF)
 
 
 @triton.jit
@@ -402,22 +482,23 @@ def _run(x, weight, eps, scale, shift, segments, decode_scale, norm, to_nvfp4):
     source, weight = _launch.words(x), _launch.words(weight[None])[0]
     stride = source.stride(0)
     rstd = torch.empty(rows if fused_norm else 1, dtype=torch.float32, device=x.device)
-    if fused_norm and (static or not to_nvfp4):
-        if to_nvfp4:
-            codes, scales, decode_scale = _launch.outputs(rows, columns, decode_scale, x.device)
-            out = codes
-        else:
-            out = torch.empty_like(x, memory_format=torch.contiguous_format)
-            codes = scales = decode_scale = out
-        tile = ROW_QUANTISE if to_nvfp4 else ROW_MODULATE
-        covered = triton.cdiv(rows, 128) * 128 if to_nvfp4 else rows
-        row_pass[(triton.cdiv(covered, tile.rows),)](
-            source, stride, weight, factor, offset, index, decode_scale, codes, scales,
-            out if to_nvfp4 else _launch.words(out), rows, eps,
-            NVFP4=to_nvfp4, HALF=half, R=tile.rows, W=tile.words, TAIL=tail_of(half, tile.words), ASM=ASM,
-            FP4=to_nvfp4 and ASM and _launch.fp4_of(x.device), num_warps=tile.warps, **NO_FUSION,
+    if fused_norm and not to_nvfp4:
+        out, tile = torch.empty_like(x, memory_format=torch.contiguous_format), ROW_MODULATE
+        row_modulate[(triton.cdiv(rows, tile.rows),)](
+            source, stride, weight, factor, offset, index, _launch.words(out), rows, eps,
+            HALF=half, R=tile.rows, W=tile.words, TAIL=tail_of(half, tile.words), ASM=ASM,
+            num_warps=tile.warps, **NO_FUSION,
         )  # fmt: skip
-        return _launch.result(codes, scales, decode_scale, (rows, columns)) if to_nvfp4 else out
+        return out
+    if fused_norm and static:
+        codes, scales, decode_scale = _launch.outputs(rows, columns, decode_scale, x.device)
+        tile = ROW_QUANTISE
+        row_quantise[(triton.cdiv(triton.cdiv(rows, 128) * 128, tile.rows),)](
+            source, stride, weight, factor, offset, index, decode_scale, codes, scales, rows, eps,
+            HALF=half, R=tile.rows, W=tile.words, ASM=ASM,
+            FP4=ASM and _launch.fp4_of(x.device), num_warps=tile.warps, **NO_FUSION,
+        )  # fmt: skip
+        return _launch.result(codes, scales, decode_scale, (rows, columns))
     if fused_norm:
         measure[(triton.cdiv(rows, MEASURE.rows),)](
             source, stride, weight, factor, offset, index, rstd, amax, rows, eps,

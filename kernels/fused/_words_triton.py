@@ -146,6 +146,18 @@ def _mul_ftz(a, b, ASM: tl.constexpr):
 
 
 @triton.jit
+def _magnitude(a, e, ASM: tl.constexpr):
+    """|a| * e. In one asm: Triton would take the sign off with an integer instruction, ptxas does it in the product."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .f32 t; abs.ftz.f32 t, $1; mul.ftz.f32 $0, t, $2; }", "=f,f,f", [a, e], dtype=tl.float32,
+            is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        return tl.abs(a) * e
+
+
+@triton.jit
 def decode_scale_of(amax_bits):
     """``fp32(bf16(amax * fp32(1/2688)))`` from the bf16 bits of amax, as torch on CUDA divides bf16 by 2688."""
     product = (amax_bits << 16).to(tl.float32, bitcast=True) * INV_RANGE
@@ -171,14 +183,15 @@ def _e4m3(s, ASM: tl.constexpr):
 
 @triton.jit
 def _rounded(a):
-    """a >= 0 to a multiple of 0.5, 1 or 2 (below 2, below 4, above), to nearest, ties to even; NaN for NaN and Inf.
+    """a >= 0 to a multiple of 0.5, 1 or 2 (below 2, below 4, above), to nearest, ties to even; NaN or Inf for NaN
+    and Inf.
 
     Adding and subtracting 2**22 times the power of two below max(a, 1) does it: fp32 addition rounds to even, and the
-    unit in the last place of the sum is the step.
+    unit in the last place of the sum is the step. The product with 2**22 is exact, so it rides in the fma. (Without
+    cutting max(a, 1) down to its power of two, the sum passes a power of two itself for the last a below 2 and 4.)
     """
     power = (tl.maximum(a, 1.0).to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    shift = power * 4194304.0
-    return (a + shift) - shift
+    return tl.fma(power, -4194304.0, tl.fma(power, 4194304.0, a))
 
 
 @triton.jit
@@ -251,8 +264,8 @@ def _bytes_of(words, e, ASM: tl.constexpr, FP4: tl.constexpr):
             dtype=tl.uint8, is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        even = _rounded(_mul_ftz(tl.abs(low(words)), e, ASM))
-        odd = _rounded(_mul_ftz(tl.abs(high(words)), e, ASM))
+        even = _rounded(_magnitude(low(words), e, ASM))
+        odd = _rounded(_magnitude(high(words), e, ASM))
         return _codes_of(even, odd, words, ASM)
 
 
@@ -271,14 +284,42 @@ def quantise(words, decode_scale, ASM: tl.constexpr, FP4: tl.constexpr, R: tl.co
         ``(uint8 [R, W] of codes, int32 [R, W/8] with the scales' e4m3 bits)``.
     """
     amax = _block_amax(tl.reshape(words, [R, W // 8, 8]), ASM)
+    bits, e = _block_scale(amax, decode_scale, ASM)
+    e_wide = tl.reshape(tl.broadcast_to(e[:, :, None], [R, W // 8, 8]), [R, W])
+    return _bytes_of(words, e_wide, ASM, FP4), bits
+
+
+@triton.jit
+def quantise_halves(
+    first, second, decode_scale, ASM: tl.constexpr, FP4: tl.constexpr, R: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """:func:`quantise` of blocks that come as two halves, int32 ``[R, BLOCKS, 4]`` each.
+
+    A thread loads 16 bytes at a time, which is half a block. With the halves apart it holds whole blocks: their maximum
+    needs no other thread, and no scale is computed twice.
+
+    Returns:
+        ``(uint8 [R, BLOCKS, 4] of codes of the first halves, of the second, int32 [R, BLOCKS] of scale bits)``.
+    """
+    if ASM:
+        best = tl.reduce(_larger_asm(first, second), 2, _larger_asm)
+        amax = tl.maximum(tl.abs(low(best)), tl.abs(high(best)))
+    else:
+        amax = tl.maximum(_block_amax(first, ASM), _block_amax(second, ASM))
+    bits, e = _block_scale(amax, decode_scale, ASM)
+    e_wide = tl.broadcast_to(e[:, :, None], [R, BLOCKS, 4])
+    return _bytes_of(first, e_wide, ASM, FP4), _bytes_of(second, e_wide, ASM, FP4), bits
+
+
+@triton.jit
+def _block_scale(amax, decode_scale, ASM: tl.constexpr):
+    """e4m3 bits of the block scales and the factor of their elements, from the blocks' maxima."""
     s = _mul_ftz(_mul_ftz(amax, INV_6, ASM), reciprocal(decode_scale, ASM), ASM)
     s = tl.where(decode_scale == 0.0, 0.0, tl.minimum(s, 448.0))
     bits, s8 = _e4m3(s, ASM)
     step = _mul_ftz(tl.zeros_like(s8) + decode_scale, s8, ASM)
     e = tl.minimum(reciprocal(step, ASM), FLT_MAX)
-    e = tl.where(decode_scale == 0.0, 0.0, e)
-    e_wide = tl.reshape(tl.broadcast_to(e[:, :, None], [R, W // 8, 8]), [R, W])
-    return _bytes_of(words, e_wide, ASM, FP4), bits
+    return bits, tl.where(decode_scale == 0.0, 0.0, e)
 
 
 @triton.jit
@@ -290,9 +331,16 @@ def store_codes(codes_ptr, rows, columns, codes, M, HALF, EVEN: tl.constexpr):
     at = codes_ptr + rows.to(tl.int64)[:, None] * HALF + columns[None, :]
     inside = (rows < M)[:, None] if EVEN else (rows < M)[:, None] & (columns < HALF)[None, :]
     tl.store(at, codes, mask=inside)
+    pad_codes(codes_ptr, rows, columns, M, HALF)
+
+
+@triton.jit
+def pad_codes(codes_ptr, rows, columns, M, HALF):
+    """Write zeros into those of the rows that lie between M and the next multiple of 16."""
     if tl.max(rows, axis=0) >= M:
+        at = codes_ptr + rows.to(tl.int64)[:, None] * HALF + columns[None, :]
         padding = ((rows >= M) & (rows < (M + 15) // 16 * 16))[:, None] & (columns < HALF)[None, :]
-        tl.store(at, tl.zeros_like(codes), mask=padding)
+        tl.store(at, tl.zeros(at.shape, tl.uint8), mask=padding)
 
 
 @triton.jit

@@ -10,28 +10,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("pack")]
 
 @pytest.fixture(scope="module")
 def real_width(tmp_path_factory):
-    """One refiner and two DiT blocks of H3's own width with random weights, NVFP4, through the loader."""
+    """One refiner and two DiT blocks of H3's own width with random weights, NVFP4, through the loader.
+
+    Sampled once before anything is compared. On an H200 (ComfyUI 0.30.0, torch 2.11.0) the first sampling of a process
+    differed from all later ones in stock alone: one element of 143,360 in the first attention of the text refiner.
+    """
     tiny, writer = pack_module("kernels.checkpoint.tiny"), pack_module("kernels.checkpoint.writer")
     tensors, metadata = tiny.tiny_h3(hidden=5376, heads=56, head_dim=128, ffn=14336, blocks=2, refiner_blocks=1)
     path = tmp_path_factory.mktemp("h3") / "real_width.safetensors"
     writer.write(str(path), tensors, metadata)
-    return pack_module("nodes.load").load_h3(str(path), compute_dtype=torch.bfloat16)
-
-
-UNEQUAL = pytest.mark.xfail(
-    strict=False, reason="blocks of real width differed from stock in bf16 on an H200; open, see research/PARITY.md"
-)
-
-
-def test_the_default_leaves_blocks_without_fp4_alone(real_width):
-    """What a user of a GPU without FP4 gets: stock's bytes, and the reason."""
-    if torch.cuda.get_device_capability() >= (10, 0):
-        pytest.skip("this GPU multiplies FP4")
-    _, positive, latent = selftest(width=128, height=128)
-    patched = fuse(real_width, emulate="off")
-    assert equal(sample(patched, positive, latent, steps=2), sample(real_width, positive, latent, steps=2))
-    reasons = {reason for _, reason in run_of(patched).fallbacks}
-    assert len(reasons) == 1 and "no linear of the block takes NVFP4 here" in reasons.pop()
+    model = pack_module("nodes.load").load_h3(str(path), compute_dtype=torch.bfloat16)
+    _, positive, latent = selftest(reference="all", width=256, height=256)
+    sample(model, positive, latent, steps=1)
+    return model
 
 
 @pytest.mark.parametrize("between", ["nothing", "certification"])
@@ -49,11 +40,11 @@ def test_stock_repeats_itself(real_width, between):
     assert equal(sample(real_width, positive, latent, steps=2), expected)
 
 
-@pytest.mark.parametrize("emulate", [pytest.param("bf16", marks=UNEQUAL), "w4a4"])
+@pytest.mark.parametrize("emulate", ["off", "bf16", "w4a4"])
 def test_blocks_of_real_width(real_width, emulate):
-    """w4a4 runs the NVFP4 producers against kitchen's quantiser, bf16 the bf16 ops against the untouched model."""
+    """off is what a user gets; w4a4 runs the NVFP4 producers against kitchen's quantiser, bf16 the bf16 ops only."""
     _, positive, latent = selftest(reference="all", width=256, height=256)
-    stock = real_width if emulate == "bf16" else fuse(real_width, mode="off", emulate=emulate)
+    stock = fuse(real_width, mode="off", emulate=emulate) if emulate == "w4a4" else real_width
     expected = sample(stock, positive, latent, steps=2)
     assert finite(expected)
     patched = fuse(real_width, emulate=emulate)

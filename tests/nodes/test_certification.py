@@ -55,41 +55,15 @@ def test_a_site_without_a_certified_producer_is_off_on_a_gpu_only(on_cuda):
     adapt = pack_module("nodes.adapt")
     sites = adapt.Sites(norm="fused")
     fuse = on_cuda(norm="fused")
-    assert fuse.sites_on(CUDA, sites, "bf16") == (sites, {})
-    # Without emulation the bf16 twins of the producers stay out on a GPU, whatever was certified.
-    assert fuse.sites_on(CUDA, sites) == (dataclasses.replace(sites, bf16_rows=False), {})
+    assert fuse.sites_on(CUDA, sites) == (sites, {})
     fuse = on_cuda(norm="aten", swiglu_nvfp4="wrong bits", swiglu="wrong too")
-    assert fuse.sites_on(CUDA, sites, "w4a4") == (
+    assert fuse.sites_on(CUDA, sites) == (
         adapt.Sites(swiglu=False, norm="aten"),
         {"swiglu": "swiglu_nvfp4 is left out: wrong bits"},
     )
     assert fuse.sites_on(CPU, sites) == (sites, {})
     off = adapt.Sites(swiglu=False)
-    assert fuse.sites_on(CUDA, off, "w4a4") == (off, {})
-
-
-def test_without_emulation_the_bf16_rows_run_as_references_on_a_gpu(monkeypatch):
-    adapt, fuse = pack_module("nodes.adapt"), pack_module("nodes.fuse")
-    model, positive, latent = selftest()
-    monkeypatch.setattr(
-        fuse, "sites_on", lambda device, sites, emulate: (dataclasses.replace(sites, bf16_rows=False, norm="fused"), {})
-    )
-    seen = set()
-    for name in ("norm_modulate", "swiglu", "gate_residual_"):
-        real = getattr(adapt.fused, name)
-
-        def spied(*arguments, real=real, name=name, **keywords):
-            seen.add((name, keywords["impl"], keywords.get("norm")))
-            return real(*arguments, **keywords)
-
-        monkeypatch.setattr(adapt.fused, name, spied)
-    adapt.class_reason(type(model.model.diffusion_model.blocks[0]))
-    seen.clear()
-    patched = fuse_model(model)
-    assert equal(sample(patched, positive, latent), sample(model, positive, latent))
-    assert seen == {
-        ("norm_modulate", "reference", "aten"), ("swiglu", "reference", None), ("gate_residual_", "auto", None)
-    }  # fmt: skip
+    assert fuse.sites_on(CUDA, off) == (off, {})
 
 
 def test_a_refused_site_hands_on_bf16_and_says_so(monkeypatch):
@@ -97,7 +71,7 @@ def test_a_refused_site_hands_on_bf16_and_says_so(monkeypatch):
     model, positive, latent = selftest()
     expected = sample(fuse_model(model, mode="off", emulate="w4a4"), positive, latent)
     refused = {"swiglu": "swiglu_nvfp4 is left out: wrong bits"}
-    monkeypatch.setattr(fuse, "sites_on", lambda _, sites, __: (dataclasses.replace(sites, swiglu=False), refused))
+    monkeypatch.setattr(fuse, "sites_on", lambda _, sites: (dataclasses.replace(sites, swiglu=False), refused))
     monkeypatch.setattr(adapt.fused, "swiglu_nvfp4", None)
     patched = fuse_model(model, emulate="w4a4")
     assert equal(sample(patched, positive, latent), expected)

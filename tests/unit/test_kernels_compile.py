@@ -47,15 +47,14 @@ def cases():
             b.warps, False, 96, True,
         ),
         "row bf16": (
-            modulate.row_pass,
-            {"NVFP4": False, "HALF": HALF, "R": row_m.rows, "W": row_m.words, "TAIL": tail(HALF, row_m.words),
+            modulate.row_modulate,
+            {"HALF": HALF, "R": row_m.rows, "W": row_m.words, "TAIL": tail(HALF, row_m.words),
              "ASM": True},
             row_m.warps, False, 96, True,
         ),
         "row static": (
-            modulate.row_pass,
-            {"NVFP4": True, "HALF": HALF, "R": row_q.rows, "W": row_q.words, "TAIL": tail(HALF, row_q.words),
-             "ASM": True},
+            modulate.row_quantise,
+            {"HALF": HALF, "R": row_q.rows, "W": row_q.words, "ASM": True},
             row_q.warps, True, 96, True,
         ),
         "swiglu bf16": (
