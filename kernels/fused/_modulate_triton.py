@@ -108,10 +108,10 @@ def _normed(word, weight, rstd, ASM: tl.constexpr):
 
 
 @triton.jit
-def _rstd(x_row, eps, HALF: tl.constexpr, R: tl.constexpr, KEEP: tl.constexpr = ""):
+def _rstd(x_row, eps, HALF: tl.constexpr, R: tl.constexpr, KEEP: tl.constexpr):
     """1 / sqrt(mean of squares + eps) of R rows [R] in ATen's order; `x_row` int32 pointers [R] to the rows' words.
 
-    KEEP is the cache's policy for them ("evict_last" for rows that are read again).
+    KEEP is the cache's policy for them: "evict_last" where that pays, else "".
     """
     thread = tl.arange(0, 128)
     pair_of = tl.arange(0, 2)
@@ -143,7 +143,7 @@ def _rstd(x_row, eps, HALF: tl.constexpr, R: tl.constexpr, KEEP: tl.constexpr = 
 @triton.jit
 def _chunk(
     x_row, rstd, weight_ptr, factor_at, offset_at, start,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, KEEP: tl.constexpr = "",
+    HALF: tl.constexpr, BLOCK: tl.constexpr, ASM: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Modulated words [R, BLOCK] of a chunk of columns; `factor_at` and `offset_at` are pointers [1 or R, 1]."""
     column = start + tl.arange(0, BLOCK)
@@ -173,12 +173,12 @@ def _largest_of_rows(
     """
     whole: tl.constexpr = HALF // BLOCK * BLOCK
     if TAIL > 0:
-        tail = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, whole, HALF, TAIL, ASM)
+        tail = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, whole, HALF, TAIL, ASM, "")
         largest = amax_bits(tail, 1, ASM)
     if whole > 0:
-        best = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, 0, HALF, BLOCK, ASM)
+        best = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, 0, HALF, BLOCK, ASM, "")
         for start in tl.static_range(BLOCK, whole, BLOCK):
-            h = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, start, HALF, BLOCK, ASM)
+            h = _chunk(x_row, rstd, weight_ptr, factor_at, offset_at, start, HALF, BLOCK, ASM, "")
             best = larger(best, h, ASM)
         of_whole = amax_bits(best, 1, ASM)
         largest = tl.maximum(largest, of_whole) if TAIL > 0 else of_whole
@@ -194,7 +194,7 @@ def measure(
     rows = tl.program_id(0) * R + tl.arange(0, R)
     read = tl.minimum(rows, M - 1)  # rows past the end read the last one again: no mask on any load
     x_row = x_ptr + read.to(tl.int64) * x_stride
-    rstd = _rstd(x_row, eps, HALF, R)
+    rstd = _rstd(x_row, eps, HALF, R, "")
     tl.store(rstd_ptr + rows, rstd, mask=rows < M)
     if AMAX:
         index = tl.load(index_ptr + read)
@@ -289,7 +289,7 @@ def _quantise_rest(
         start: tl.constexpr = HALF // W * W + rest // (2 * WIDTH) * (2 * WIDTH)
         h = _chunk(
             x_row, rstd, weight_ptr, tl.reshape(factor_at, [R, 1]), tl.reshape(offset_at, [R, 1]), start, HALF, WIDTH,
-            ASM,
+            ASM, "",
         )  # fmt: skip
         codes, bits = quantise(h, g, ASM, FP4, R, WIDTH)
         column = start + tl.arange(0, WIDTH)
@@ -307,7 +307,7 @@ def row_quantise(
     rows = tl.program_id(0) * R + tl.arange(0, R)
     read = tl.minimum(rows, M - 1)  # rows past the end read the last one again: no mask on any load
     x_row = x_ptr + read.to(tl.int64) * x_stride
-    rstd = _rstd(x_row, eps, HALF, R)
+    rstd = _rstd(x_row, eps, HALF, R, "")
     table = tl.load(index_ptr + read).to(tl.int64)[:, None, None] * HALF
     g = tl.load(decode_ptr)
     whole: tl.constexpr = HALF // W * W
