@@ -11,7 +11,7 @@ import torch
 from comfy_api.latest import io
 
 from ..kernels import certify, fused
-from . import adapt, run
+from . import adapt, adapt_attention, run
 
 MODES = ["exact", "static", "off"]
 SCALE_BACKENDS = ["vortex", "kitchen"]
@@ -50,7 +50,8 @@ class BlockPatch:
 
     def __call__(self, arguments: dict, extra: dict) -> dict:
         """ComfyUI's calling convention: ``({"img", ...}, {"original_block"}) -> {"img"}``."""
-        recorder = arguments.get("transformer_options", {}).get(run.RUN)
+        arguments = adapt_attention.marked(arguments, self.index)
+        recorder = arguments["transformer_options"].get(run.RUN)
 
         def inner(inner_arguments):
             return {"img": self._block(inner_arguments, extra["original_block"], recorder)}
@@ -274,8 +275,8 @@ class FuseBlocks(io.ComfyNode):
         table = patched.model_options["transformer_options"].get("patches_replace", {}).get("dit", {})
         for index in range(len(dit.blocks)):
             previous = table.get(("double_block", index))
-            if isinstance(previous, BlockPatch):
-                previous = previous.previous  # ours again: replace it, never stack
+            while isinstance(previous, (BlockPatch, adapt_attention.BlockMark)):
+                previous = previous.previous  # ours again: replace it, never stack; this patch marks the block too
             patch = BlockPatch(index, sites, mode, emulate, previous)
             patched.set_model_patch_replace(patch, "dit", "double_block", index)
         return io.NodeOutput(patched)
