@@ -118,17 +118,37 @@ def decide(
     with _lock:
         found = _decisions.get(key) or read(key, candidates)
         if found is None:
-            if device.type != "cuda" or certify.busy(device):
+            if not measurable(device) or certify.busy(device):
                 return None
             functions = {name: function for name, (_, function) in candidates.items()}
             approximate = {name for name, (backend, _) in candidates.items() if not backend.exact}
-            with torch.no_grad(), torch.cuda.device(device):
+            with torch.no_grad(), current(device):
                 found = measure(request, tensors, functions, approximate, kind, device, between)
             if found is None:
                 return None
             certify.keep(key, {"schema": SCHEMA, "key": key, "choice": found.as_dict()})
         _decisions[key] = found
         return found
+
+
+def measurable(device: torch.device) -> bool:
+    """Whether a device has the events that are timed with."""
+    return device.type == "cuda"
+
+
+def current(device: torch.device):
+    """A context in which ``device`` is the current one."""
+    return torch.cuda.device(device)
+
+
+def wait(device: torch.device) -> None:
+    """Wait until everything queued on the device has run."""
+    torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """The device's name and index."""
+    return f"{torch.cuda.get_device_name(device)} ({device})"
 
 
 def bucket(rows: int) -> int:
@@ -174,7 +194,7 @@ def samples_are_numbers(samples) -> bool:
 
 def measure(request, tensors, functions, approximate, kind, device, between) -> Decision | None:
     """Time the candidates on the caller's tensors; None when none of them ran."""
-    decision = Decision("", kind, f"{torch.cuda.get_device_name(device)} ({device})", tensors[0].shape[2])
+    decision = Decision("", kind, device_name(device), tensors[0].shape[2])
     decision.environment = certify.environment(device)
     few = few_heads(tensors)
     checked = Slice(*few, request.scale)
@@ -223,7 +243,7 @@ def first_call(decision: Decision, name: str, function, tensors, device, checked
     started = time.perf_counter()
     try:
         out = function(*tensors)
-        torch.cuda.synchronize(device)
+        wait(device)
     except Exception as error:  # a probe: a candidate that does not run here is dropped, with the reason shown
         return told(error)
     decision.first_call_ms[name] = round((time.perf_counter() - started) * 1000, 3)

@@ -158,7 +158,11 @@ def execute(plan: Plan, tensors: list[torch.Tensor]) -> torch.Tensor:
     # Triton and most extensions launch on the current device, whatever device their arguments are on.
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         tensors.reverse()
-        out = plan.function(tensors.pop(), tensors.pop(), tensors.pop(), plan.scale, **plan.options)
+        if plan.options:
+            out = plan.function(tensors.pop(), tensors.pop(), tensors.pop(), plan.scale, **plan.options)
+        else:
+            # Without ** the interpreter moves the arguments into the function's frame: what it deletes is freed.
+            out = plan.function(tensors.pop(), tensors.pop(), tensors.pop(), plan.scale)
     if out.shape != shape:
         raise AttentionRefused(plan.backend.name, f"returned shape {tuple(out.shape)}, expected {tuple(shape)}")
     return out if out.dtype == dtype else out.to(dtype)
@@ -187,7 +191,7 @@ def make_plan(request: Request, tensors: tuple[torch.Tensor, ...], between) -> t
 def plan_auto(request: Request, call: Call, tensors, between) -> tuple[Plan, bool]:
     """The plan of the fastest candidate, or of the first exact one where nothing may be measured."""
     fallback, passed_over = choose(AUTO, call)
-    if call.device.type != "cuda":
+    if not auto.measurable(call.device):
         return planned(request, fallback, tensors, passed_over=passed_over), True
     candidates, passed_over = {}, {}
     for backend in registry.backends():
@@ -200,7 +204,7 @@ def plan_auto(request: Request, call: Call, tensors, between) -> tuple[Plan, boo
             passed_over[backend.name] = reason
     decision = auto.decide(request, tensors, candidates, between) if candidates else None
     if decision is None:
-        busy = bool(candidates) and certify.busy(certify.indexed(call.device)) is not None
+        busy = certify.busy(certify.indexed(call.device)) is not None  # then it is measured another time
         return planned(request, fallback, tensors, passed_over=passed_over), not busy
     backend = candidates[decision.chosen][0]
     return planned(request, backend, tensors, decision, passed_over), True

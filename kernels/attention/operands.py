@@ -133,11 +133,10 @@ def is_aligned(shape, stride, offset_bytes: int, elements: int, itemsize: int) -
 
 
 def address(tensor: torch.Tensor) -> int:
-    """A tensor's address in bytes; its offset in its storage where it has no address (fake tensors)."""
-    try:
+    """A tensor's address in bytes; for a subclass, which may have none (fake tensors), its offset in its storage."""
+    if type(tensor) is torch.Tensor:
         return tensor.data_ptr()
-    except RuntimeError:
-        return tensor.storage_offset() * tensor.element_size()
+    return tensor.storage_offset() * tensor.element_size()
 
 
 def packed(tensor: torch.Tensor, order: str) -> torch.Tensor:
