@@ -291,9 +291,8 @@ def test_on_a_cpu_nothing_is_timed(fresh, monkeypatch):
 def test_a_damaged_file_counts_as_absent(clock, only, tmp_path, damage):
     only(clock.backend("one", 20.0), clock.backend("two", 10.0))
     decide()
-    path = next(
-        path for path in (tmp_path / "certificates").glob("*.json") if json.loads(path.read_text())["schema"] == auto.SCHEMA
-    )  # fmt: skip
+    stored = (tmp_path / "certificates").glob("*.json")
+    path = next(path for path in stored if json.loads(path.read_text())["schema"] == auto.SCHEMA)
     path.write_text(json.dumps(damage(json.loads(path.read_text()))))
     restart()
     assert decide()[1].from_cache is False
