@@ -54,7 +54,12 @@ PACKAGES = (
     Package("pillow", "PIL", "pillow>=9.5.0", "images", True),
     Package("av", "av", "av>=16.0.0", "video and audio files", True),
     Package("triton", "triton", "triton", "compiled kernels on NVIDIA GPUs"),
-    Package("sageattention", "sageattention", "sageattention>=1.0.6", "attention backends sage1 (1.0.6) and sage2 (2.2, built from source)"),
+    Package(
+        "sageattention",
+        "sageattention",
+        "sageattention>=1.0.6",
+        "attention backends sage1 (1.0.6) and sage2 (2.2, built from source)",
+    ),
     Package(
         "sageattn3",
         "sageattn3",

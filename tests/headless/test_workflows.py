@@ -138,7 +138,7 @@ def test_twins():
     assert sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json")) == NAMES
     assert len(SELFTESTS) == 2
     assert len(REAL) == 3
-    assert len(BENCHES) == 1
+    assert len(BENCHES) == 2
 
 
 def test_files_are_what_the_generator_makes(server, object_info):
