@@ -10,6 +10,9 @@ Known to hold for ComfyUI 0.30.0 and 0.33.0.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import comfy.ldm.minimax.model as h3
 import comfy.ldm.modules.attention as core
 import torch
@@ -138,10 +141,24 @@ def installed(options: dict):
 # ---------------------------------------------------------------- where in a run a call is
 
 
-def marked(arguments: dict, index: int) -> dict:
-    """A block's arguments with its index in their ``transformer_options``."""
-    options = arguments.get("transformer_options", {})
-    return {**arguments, "transformer_options": {**options, run.BLOCK: index}}
+@contextlib.contextmanager
+def in_block(arguments: dict, index: int) -> Iterator[None]:
+    """While open, the forward that these arguments belong to says which block runs; the arguments stay as they are."""
+    forward = arguments.get("transformer_options", {}).get(run.FORWARD)
+    if forward is None:
+        yield
+        return
+    before = forward.get(run.BLOCK)
+    forward[run.BLOCK] = index
+    try:
+        yield
+    finally:
+        forward[run.BLOCK] = before
+
+
+def block_of(options: dict) -> int | None:
+    """Index of the block that is running, where a patch of this pack saw it."""
+    return options.get(run.FORWARD, {}).get(run.BLOCK)
 
 
 class BlockMark:
@@ -153,10 +170,10 @@ class BlockMark:
 
     def __call__(self, arguments: dict, extra: dict) -> dict:
         """ComfyUI's calling convention: ``({"img", ...}, {"original_block"}) -> {"img"}``."""
-        arguments = marked(arguments, self.index)
-        if self.previous is not None:
-            return self.previous(arguments, extra)
-        return extra["original_block"](arguments)
+        with in_block(arguments, self.index):
+            if self.previous is not None:
+                return self.previous(arguments, extra)
+            return extra["original_block"](arguments)
 
 
 def mark_blocks(patcher, indices, knows: type) -> None:

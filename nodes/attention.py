@@ -107,8 +107,11 @@ class AttentionOverride:
     def _dense(self, options: dict) -> str | None:
         """Why this call runs exact although an approximate backend was asked for, or None."""
         settings = self.settings
-        if settings.dense_blocks and options.get(run.BLOCK) in settings.dense_blocks:
-            return "a block that is kept dense"
+        if settings.dense_blocks:
+            if run.FORWARD not in options:
+                return "the forward does not say which block this is"
+            if adapt_attention.block_of(options) in settings.dense_blocks:
+                return "a block that is kept dense"
         if settings.dense_steps > 0:
             behind = adapt_attention.progress(options)
             if behind is None:

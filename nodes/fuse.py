@@ -50,16 +50,16 @@ class BlockPatch:
 
     def __call__(self, arguments: dict, extra: dict) -> dict:
         """ComfyUI's calling convention: ``({"img", ...}, {"original_block"}) -> {"img"}``."""
-        arguments = adapt_attention.marked(arguments, self.index)
-        recorder = arguments["transformer_options"].get(run.RUN)
+        recorder = arguments.get("transformer_options", {}).get(run.RUN)
 
         def inner(inner_arguments):
             return {"img": self._block(inner_arguments, extra["original_block"], recorder)}
 
-        if self.previous is None:
-            out = inner(arguments)
-        else:
-            out = self.previous(arguments, {**extra, "original_block": inner})
+        with adapt_attention.in_block(arguments, self.index):
+            if self.previous is None:
+                out = inner(arguments)
+            else:
+                out = self.previous(arguments, {**extra, "original_block": inner})
         if recorder is not None:
             recorder.watch(self.index, out["img"])
         return out

@@ -23,7 +23,7 @@ DIT = "h3bw_dit"  # transformer_options[DIT]: the MiniMaxH3Model whose forward i
 FORWARD = (
     "h3bw_forward"  # transformer_options[FORWARD]: a dict that lives for one forward, for what is asked once in it
 )
-BLOCK = "h3bw_block"  # transformer_options[BLOCK]: index of the block that is running, where a patch of ours saw it
+BLOCK = "block"  # transformer_options[FORWARD][BLOCK]: the block that is running, where a patch of ours saw it
 WRAPPER_KEY = "h3bw"
 
 log = logging.getLogger("h3bw")

@@ -11,6 +11,7 @@ from .. import Backend, Call
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
 NAMES = ("int8_attention", "int8_attention_is_available")
+LONG_ROWS = 4096  # from here on memory counts for more than one more call on the host
 PARTS = ("prequantize_int8_attention", "int8_attention_from_prequantized")
 
 
@@ -36,7 +37,7 @@ def load():
         comfy-kitchen rotates q and k by a Hadamard matrix and may shift k by one of its rows, both without changing the
         exact result.
         """
-        if not in_parts:
+        if not in_parts or k.shape[2] < LONG_ROWS:
             return comfy_kitchen.int8_attention(q, k, v, scale=scale)
         quantized = comfy_kitchen.prequantize_int8_attention(q, k, v, scale=scale)
         del q, k, v  # the 8-bit copies are all that the kernel reads
