@@ -29,6 +29,7 @@ NEUTRAL = {
     "enable_gqa": (False, None),
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CONTAINER = getattr(core, "AttentionTensorContainer", ())  # 0.33 and newer; nothing is an instance of ()
 
 
 class NotOurs(Exception):
@@ -60,10 +61,13 @@ def understand(
     for name, value in kwargs.items():
         if name not in NEUTRAL or (NEUTRAL[name] is not None and value not in NEUTRAL[name]):
             raise NotOurs(f"the call has an argument this version of the pack does not know: {name}")
-    tensors = [peek(tensor) for tensor in (q, k, v)]
-    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        raise NotOurs(f"q, k and v are {type(q).__name__}, not tensors")
-    if any(tensor.dtype not in DTYPES for tensor in tensors):
+    if isinstance(q, CONTAINER):
+        q, k, v = (tensor.peek() if isinstance(tensor, CONTAINER) else tensor for tensor in (q, k, v))
+    tensors = [q, k, v]
+    # Written out: this runs in every call, and a short call takes little longer than a few loops.
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        raise NotOurs(f"q, k and v are {', '.join(type(tensor).__name__ for tensor in tensors)}, not tensors")
+    if not (q.dtype in DTYPES and k.dtype in DTYPES and v.dtype in DTYPES):
         raise NotOurs(f"q, k and v are {', '.join(str(tensor.dtype) for tensor in tensors)}")
     if not skip_reshape:
         if any(tensor.dim() != 3 or tensor.shape[-1] % heads for tensor in tensors):
@@ -78,21 +82,10 @@ def shaped(out: torch.Tensor, reshape: bool) -> torch.Tensor:
     return out.transpose(1, 2).flatten(2) if reshape else out
 
 
-def peek(value):
-    """The tensor in a container, left there; anything else as it is."""
-    return value.peek() if is_container(value) else value
-
-
-def is_container(value) -> bool:
-    """Whether this is a container of ComfyUI's (0.33 and newer)."""
-    kind = getattr(core, "AttentionTensorContainer", None)
-    return kind is not None and isinstance(value, kind)
-
-
 def empty(containers) -> None:
     """Take the tensors out: from then on the caller holds none of them."""
     for container in containers:
-        if is_container(container):
+        if isinstance(container, CONTAINER):
             container.take()
 
 
@@ -100,7 +93,7 @@ def hand_on(previous, function, args, kwargs):
     """Call the override that was there before, else ComfyUI's function; containers are still full."""
     if previous is None:
         return function(*args, **kwargs)
-    if is_container(args[0]):
+    if isinstance(args[0], CONTAINER):
         if hasattr(previous, "container_function"):
             return previous.container_function(*args, **kwargs)
         args = (*(container.take() for container in args[:3]), *args[3:])

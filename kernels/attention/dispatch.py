@@ -19,6 +19,7 @@ from .contract import AUTO, LAYOUTS, AttentionRefused, Backend, Call, Request
 from .operands import ALIGNABLE, Fixes, address, fixes_for, layout_of
 
 MOST_PLANS = 512
+NOWHERE = contextlib.nullcontext()
 ALIGNMENT = 64  # bytes: the largest that a backend asks for
 
 
@@ -155,9 +156,9 @@ def execute(plan: Plan, tensors: list[torch.Tensor]) -> torch.Tensor:
     shape, dtype, device = tensors[0].shape, tensors[2].dtype, tensors[2].device
     if plan.fixes.copies:
         plan.fixes.apply(tensors)
+    tensors.reverse()
     # Triton and most extensions launch on the current device, whatever device their arguments are on.
-    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
-        tensors.reverse()
+    with torch.cuda.device(device) if device.type == "cuda" else NOWHERE:
         if plan.options:
             out = plan.function(tensors.pop(), tensors.pop(), tensors.pop(), plan.scale, **plan.options)
         else:

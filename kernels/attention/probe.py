@@ -32,7 +32,7 @@ CRASHED = (
 
 def known_refusal(backend: Backend, device: torch.device) -> str | None:
     """Why a backend failed its probe on a device, if that is in memory; never probes."""
-    if not certify.needs(device):
+    if not certify.needs(device) or (device.type == "cuda" and not torch.cuda.is_available()):
         return None
     certificate = certify.known(certify.ATTENTION, backend.name, device)
     return None if certificate is None or certificate.reason is None else failed(device, certificate.reason)
