@@ -1,4 +1,4 @@
-"""The override in a run: steps and blocks kept exact, containers, other nodes before and after, what it leaves behind."""
+"""The override in a run: steps and blocks kept exact, containers, other nodes, counts, what it leaves behind."""
 
 import pytest
 import torch

@@ -190,6 +190,22 @@ def test_short_calls_are_timed_in_groups(clock, only, monkeypatch):
     assert sum(name == "b" for name, _ in clock.calls) <= 3 + auto.ROUNDS * auto.MOST_CALLS + 2 * auto.MOST_CALLS
 
 
+@pytest.mark.parametrize(
+    ("flash", "other", "chosen"),
+    [
+        (10.0, 9.9, "sdpa_flash"),  # within 2 %: ComfyUI's own choice stays
+        (10.0, 9.7, "fa4"),
+        (0.05, 0.047, "sdpa_flash"),  # short calls are bound by the host: within 10 %
+        (0.05, 0.04, "fa4"),
+        (10.0, 12.0, "sdpa_flash"),
+    ],
+)
+def test_comfyuis_own_choice_is_left_for_a_clear_gain_only(clock, only, monkeypatch, flash, other, chosen):
+    monkeypatch.setattr(probe, "refusal", lambda *arguments: None)
+    only(clock.backend("fa4", other), clock.backend("sdpa_cudnn", 1.2 * flash), clock.backend("sdpa_flash", flash))
+    assert decide()[1].chosen == chosen
+
+
 def test_one_that_fails_is_dropped_with_its_reason(clock, only, monkeypatch):
     monkeypatch.setattr(probe, "refusal", lambda *arguments: None)
     only(
