@@ -178,6 +178,10 @@ def test_the_answer_is_the_packages(name, rows, as_gpu, monkeypatch):
     as_gpu(cc_of(name))
     STAND_INS[name][0](monkeypatch)
     q, k, v = qkv(rows, 128, heads=1, dtype=BF16)
+    if name in SMOOTHED and rows == 1:
+        with pytest.raises(attention.AttentionRefused, match="takes no single key"):
+            attention.run(name, q, k, v)
+        return
     out = attention.run(name, q, k, v)
     assert (out.shape, out.dtype) == (q.shape, BF16)
     assert error(out, oracle(q, k, v)) < TOLERANCE[BF16]
@@ -265,6 +269,23 @@ def test_an_import_that_raises_is_the_reason_and_costs_nothing_else(name, kind, 
     assert reason in listed[name] and listed["sdpa"] is None
     with pytest.raises(attention.AttentionRefused, match="choose sdpa or sdpa_math or auto"):
         attention.run(name, *qkv(16, 128))
+
+
+def test_fa4_without_its_paths_says_what_is_missing(as_gpu, monkeypatch):
+    """flash-attn-4 is there, nvidia-cutlass-dsl's .pth file was not read."""
+    import sys
+
+    as_gpu()
+    package(monkeypatch, "flash_attn")
+    monkeypatch.delitem(sys.modules, "flash_attn.cute", raising=False)
+
+    class Cute:
+        def find_spec(self, asked, path=None, target=None):
+            if asked == "flash_attn.cute":
+                raise ModuleNotFoundError("No module named 'cutlass'", name="cutlass")
+
+    monkeypatch.setattr(sys, "meta_path", [Cute(), *sys.meta_path])
+    assert "its .pth file was not read" in attention.explain(call(device=GPU))["fa4"]
 
 
 # ---------------------------------------------------------------- Sage

@@ -21,7 +21,15 @@ def load():
     Raises:
         ImportError: flash-attn-4 is missing; nvidia-cutlass-dsl, quack-kernels or apache-tvm-ffi do not fit it.
     """
-    from flash_attn.cute import flash_attn_func
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "cutlass":
+            raise
+        raise ImportError(
+            "nvidia-cutlass-dsl is missing, or its .pth file was not read: install it into the Python that runs "
+            "ComfyUI (a folder named by PYTHONPATH does not read .pth files)"
+        ) from error
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Full attention on ``[B, H, S, D]`` views; the kernel sees ``[B, S, H, D]`` with their strides."""

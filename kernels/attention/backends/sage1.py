@@ -55,6 +55,8 @@ def refuse(call: Call) -> str | None:
         return f"needs compute capability 8.0 or newer, {call.device} has {major}.{minor}"
     if call.head_dim not in HEAD_DIMS:
         return f"head_dim must be 64, 96 or 128, have {call.head_dim}"
+    if call.k_shape[2] == 1:
+        return "takes no single key: smoothed it is zero, and its quantiser divides by the largest value"
     return None
 
 

@@ -47,6 +47,8 @@ def refuse(call: Call) -> str | None:
         return f"has kernels for compute capability 10.x and 12.x, {call.device} has {major}.{minor}"
     if call.head_dim not in HEAD_DIMS:
         return f"head_dim must be 64 or 128, have {call.head_dim}"
+    if call.k_shape[2] == 1:
+        return "takes no single key: smoothed it is zero, and its quantiser divides by the largest value"
     if not call.default_scale:
         return f"takes no scale, the call has {call.scale:g} where its default is {call.head_dim**-0.5:g}"
     return None
