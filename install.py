@@ -29,7 +29,6 @@ KITCHEN_MINIMUM = "0.2.26"
 KITCHEN_NAMES = ("quantize_nvfp4", "dequantize_nvfp4", "scaled_mm_nvfp4")
 COMFYUI_MINIMUM = "0.30.0"
 TORCH_CUDA_MINIMUM = "13.0"  # ComfyUI switches comfy-kitchen's CUDA backend off below
-NO_BACKEND = "attention, no backend for it in this version"
 
 
 @dataclass(frozen=True)
@@ -55,22 +54,27 @@ PACKAGES = (
     Package("pillow", "PIL", "pillow>=9.5.0", "images", True),
     Package("av", "av", "av>=16.0.0", "video and audio files", True),
     Package("triton", "triton", "triton", "compiled kernels on NVIDIA GPUs"),
-    Package("sageattention", "sageattention", "sageattention>=1.0.6", NO_BACKEND),
+    Package(
+        "sageattention",
+        "sageattention",
+        "sageattention>=1.0.6",
+        "attention backends sage1 (1.0.6) and sage2 (2.2, built from source)",
+    ),
     Package(
         "sageattn3",
         "sageattn3",
         "",
-        NO_BACKEND,
+        "attention backend sage3, by name only",
         note="not on PyPI; built from the folder sageattention3_blackwell of github.com/thu-ml/SageAttention",
     ),
     Package(
         "flash-attn",
         "flash_attn",
         "flash-attn --no-build-isolation",
-        NO_BACKEND,
+        "attention backend flash",
         note="compiles for a long time where no wheel fits",
     ),
-    Package("flash-attn-4", "flash_attn.cute", "flash-attn-4>=4.0.0b27", NO_BACKEND),
+    Package("flash-attn-4", "flash_attn.cute", "flash-attn-4>=4.0.0b27", "attention backend fa4"),
     Package("nvidia-cutlass-dsl", "cutlass", "nvidia-cutlass-dsl>=4.6.2", "what flash-attn-4 is compiled with"),
 )
 

@@ -14,6 +14,7 @@ Public surface::
     norm_of(device)                       "fused" where the kernel's RMSNorm equals ATen's in every bit, else "aten"
     status(device)                        what is known, for reports; never probes
     clear()                               forget what is in memory (the files stay)
+    settle, known, key_of, keep, kept     the same memory, files and keys for other probes (attention)
 
 The file. One JSON a certificate, in the folder ``h3-blackwell-runtime`` of the user's cache, or in the folder that
 ``H3BW_CACHE`` names; ``H3BW_CACHE=off`` writes and reads none. Its name is a SHA-256 over the sources of the
@@ -49,6 +50,7 @@ SCHEMA = "h3bw-certificate/1"
 CACHE_VARIABLE = "H3BW_CACHE"
 CERTIFIED, REFUSED, NOT_RUN = "certified", "refused", "not_run"
 NORM = "rms_norm"  # the name under which the comparison of the two norms is listed; not an op
+ATTENTION = "attention"  # likewise for the attention backends, which kernels.attention probes
 NORM_OPS = ("norm_modulate", "norm_modulate_nvfp4")
 _TRITON_NAMES = ("triton", "pytorch-triton", "triton-windows")
 _MAX_REASON = 600
@@ -121,22 +123,22 @@ def refusal(op, implementation: str, device) -> str | None:
         implementation: the name of one of its implementations.
         device: a ``torch.device`` or its text.
     """
-    device = _indexed(device)
+    device = indexed(device)
     if not needs(device):
         return None
     name = op if isinstance(op, str) else op.name
     known = _known.get((name, implementation, device))
     if known is None:
-        busy = _busy(device)
-        if busy:
-            return f"not certified on {device} yet, and {busy}; run it once before"
+        why_not_now = busy(device)
+        if why_not_now:
+            return f"not certified on {device} yet, and {why_not_now}; run it once before"
         known = _certificate(_op(op), implementation, device)
     return None if known.state == CERTIFIED else f"not certified on {device}: {known.reason}"
 
 
 def ensure(device) -> None:
     """Probe every implementation that does not refuse ``device``, and the norm; what is known is not probed again."""
-    device = _indexed(device)
+    device = indexed(device)
     if not needs(device):
         return
     with _lock:
@@ -150,7 +152,7 @@ def ensure(device) -> None:
 
 def has_run(device) -> bool:
     """Whether :func:`ensure` would have nothing to do on ``device``; cheap, and never probes."""
-    device = _indexed(device)
+    device = indexed(device)
     if not needs(device):
         return True
     wanted = [(op.name, item.name, device) for op, item in _implementations(device)]
@@ -164,7 +166,7 @@ def norm_of(device) -> str:
         ``"fused"`` when the implementations that ``auto`` takes give the same bytes with their own norm as with
         ATen's, on this torch and this device; else ``"aten"``, with the reason in :func:`status`.
     """
-    device = _indexed(device)
+    device = indexed(device)
     if not needs(device):
         return "aten"
     chosen, reason = _norm_implementations(device)
@@ -174,7 +176,7 @@ def norm_of(device) -> str:
     label = _norm_label(chosen)
     known = _known.get((NORM, label, device))
     if known is None:
-        if _busy(device):
+        if busy(device):
             return "aten"
         known = _norm_certificate(chosen, label, device)
     return "fused" if known.state == CERTIFIED else "aten"
@@ -188,7 +190,7 @@ def status(device) -> list[dict]:
         :func:`norm_of` was asked. An implementation that does not run on the device at all is ``not_run`` with that
         reason.
     """
-    device = _indexed(device)
+    device = indexed(device)
     entries = []
     for op in _ops().values():
         for item in op.implementations:
@@ -199,7 +201,9 @@ def status(device) -> list[dict]:
             if reason is None and known is None:
                 reason = "not probed yet" if needs(device) else f"nothing is certified on {device.type}"
             entries.append(known or Certificate(op.name, item.name, NOT_RUN, reason))
-    entries += [item for (name, _, where), item in list(_known.items()) if name == NORM and where == device]
+    entries += [
+        item for (name, _, where), item in list(_known.items()) if name in (NORM, ATTENTION) and where == device
+    ]
     return [item.as_dict() for item in entries]
 
 
@@ -228,7 +232,7 @@ def _certificate(op, implementation: str, device: torch.device) -> Certificate:
                     return reason, oracle
         return (None if oracle else "it accepts none of the cases it would be certified with"), oracle
 
-    return _settle(op.name, implementation, device, lambda: _key(op, item, device), compare)
+    return settle(op.name, implementation, device, lambda: _key(op, item, device), compare)
 
 
 def _norm_certificate(chosen: dict, label: str, device: torch.device) -> Certificate:
@@ -245,11 +249,23 @@ def _norm_certificate(chosen: dict, label: str, device: torch.device) -> Certifi
                 return f"norm='fused' of {name}, {text}: {reason}", oracle
         return None, oracle
 
-    return _settle(NORM, label, device, key, compare)
+    return settle(NORM, label, device, key, compare)
 
 
-def _settle(name: str, implementation: str, device, key: Callable[[], str], compare: Callable) -> Certificate:
-    """The certificate from memory, from its file, or from running ``compare``; one thread at a time."""
+def known(name: str, implementation: str, device) -> Certificate | None:
+    """The certificate that is in memory, or None; never reads a file and never probes."""
+    return _known.get((name, implementation, indexed(device)))
+
+
+def settle(name: str, implementation: str, device, key: Callable[[], str], compare: Callable) -> Certificate:
+    """The certificate from memory, from its file, or from running ``compare``; one thread at a time.
+
+    Args:
+        name, implementation: what is certified.
+        device: with its index.
+        key: gives the file's name, see :func:`key_of`.
+        compare: ``() -> (reason or None, oracle in words)``; what it raises becomes the reason.
+    """
     with _lock:
         known = _known.get((name, implementation, device))
         if known is None:
@@ -301,7 +317,7 @@ def _told(error: Exception) -> str:
     return text
 
 
-def _busy(device: torch.device) -> str | None:
+def busy(device: torch.device) -> str | None:
     """Why this is no moment to probe on a device, or None."""
     if torch.compiler.is_compiling():
         return "torch.compile is tracing"
@@ -310,7 +326,7 @@ def _busy(device: torch.device) -> str | None:
     return None
 
 
-def _indexed(device) -> torch.device:
+def indexed(device) -> torch.device:
     """``device`` with its index: "cuda" is the current one."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
@@ -372,6 +388,18 @@ def _key(op, item, device: torch.device) -> str:
         return ""
     text = json.dumps([_function(item.run), _function(op.reference), sources, environment(device)], sort_keys=True)
     return _digest(SCHEMA, op.name, item.name, text)
+
+
+def key_of(*texts: str, functions: tuple[Callable, ...], packages: tuple[str, ...], device: torch.device) -> str:
+    """Name of a file: SHA-256 over texts, the sources beside ``functions``, versions, and :func:`environment`.
+
+    "" where a source cannot be read (then nothing is kept).
+    """
+    sources = _sources(*functions)
+    if sources is None:
+        return ""
+    versions = {package: _version(package) for package in packages}
+    return _digest(*texts, json.dumps([sources, versions, environment(device)], sort_keys=True))
 
 
 def environment(device: torch.device) -> dict:
@@ -459,13 +487,42 @@ def cache_folder() -> Path | None:
     return base / "h3-blackwell-runtime" / "certificates"
 
 
-def _read(key: str, name: str, implementation: str) -> Certificate | None:
-    """The certificate of a key, or None when there is no file that holds just that."""
+def kept(key: str) -> dict | None:
+    """What a file of the cache holds, or None when there is none that is a JSON object."""
     folder = cache_folder()
     if folder is None or not key:
         return None
     try:
         stored = json.loads((folder / f"{key}.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    return stored if isinstance(stored, dict) else None
+
+
+def keep(key: str, document: dict) -> None:
+    """Write a file of the cache: beside its name, then moved there, so that a reader never sees half of it."""
+    folder = cache_folder()
+    if folder is None or not key:
+        return
+    text = json.dumps(document, indent=1)
+    with contextlib.suppress(OSError):  # a cache that cannot be written costs a probe, nothing else
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, path = tempfile.mkstemp(dir=folder, suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(path, folder / f"{key}.json")
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _read(key: str, name: str, implementation: str) -> Certificate | None:
+    """The certificate of a key, or None when there is no file that holds just that."""
+    stored = kept(key)
+    if stored is None:
+        return None
+    try:
         fields = stored["certificate"]
         found = Certificate(**{field: fields[field] for field in Certificate("", "", "", None).as_dict()})
         right = (stored["schema"], found.key, found.op, found.implementation) == (SCHEMA, key, name, implementation)
@@ -474,25 +531,13 @@ def _read(key: str, name: str, implementation: str) -> Certificate | None:
         )
         shown = isinstance(found.oracle, str) and isinstance(found.probe_ms, (int, float))
         return replace(found, from_cache=True) if right and outcome and shown else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (KeyError, TypeError):
         return None
 
 
 def _write(certificate: Certificate, device: torch.device) -> None:
-    """Keep a certificate: written beside its name and moved there, so that a reader never sees half of it."""
-    folder = cache_folder()
-    if folder is None or not certificate.key:
-        return
-    text = json.dumps(
-        {"schema": SCHEMA, "certificate": certificate.as_dict(), "environment": environment(device)}, indent=1
+    """Keep a certificate with the environment that it holds for."""
+    keep(
+        certificate.key,
+        {"schema": SCHEMA, "certificate": certificate.as_dict(), "environment": environment(device)},
     )
-    with contextlib.suppress(OSError):  # a cache that cannot be written costs a probe, nothing else
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, path = tempfile.mkstemp(dir=folder, suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.replace(path, folder / f"{certificate.key}.json")
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)

@@ -3,6 +3,7 @@
 from comfy_api.latest import ComfyExtension, io
 
 from .attention import AttentionBackend
+from .bench_attention import BenchAttention
 from .bench_kernels import BenchKernels
 from .environment import Environment
 from .fuse import FuseBlocks
@@ -21,6 +22,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     MediaCheck,
     Environment,
     BenchKernels,
+    BenchAttention,
 )
 
 

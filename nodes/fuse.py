@@ -11,7 +11,7 @@ import torch
 from comfy_api.latest import io
 
 from ..kernels import certify, fused
-from . import adapt, run
+from . import adapt, adapt_attention, run
 
 MODES = ["exact", "static", "off"]
 SCALE_BACKENDS = ["vortex", "kitchen"]
@@ -55,10 +55,11 @@ class BlockPatch:
         def inner(inner_arguments):
             return {"img": self._block(inner_arguments, extra["original_block"], recorder)}
 
-        if self.previous is None:
-            out = inner(arguments)
-        else:
-            out = self.previous(arguments, {**extra, "original_block": inner})
+        with adapt_attention.in_block(arguments, self.index):
+            if self.previous is None:
+                out = inner(arguments)
+            else:
+                out = self.previous(arguments, {**extra, "original_block": inner})
         if recorder is not None:
             recorder.watch(self.index, out["img"])
         return out
@@ -259,8 +260,8 @@ class FuseBlocks(io.ComfyNode):
         table = patched.model_options["transformer_options"].get("patches_replace", {}).get("dit", {})
         for index in range(len(dit.blocks)):
             previous = table.get(("double_block", index))
-            if isinstance(previous, BlockPatch):
-                previous = previous.previous  # ours again: replace it, never stack
+            while isinstance(previous, (BlockPatch, adapt_attention.BlockMark)):
+                previous = previous.previous  # ours again: replace it, never stack; this patch marks the block too
             patch = BlockPatch(index, sites, mode, emulate, previous)
             patched.set_model_patch_replace(patch, "dit", "double_block", index)
         return io.NodeOutput(patched)

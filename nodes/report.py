@@ -12,8 +12,9 @@ import comfyui_version
 import torch
 from comfy_api.latest import io
 
+from ..kernels import attention as attention_kernels
 from ..kernels import certify
-from . import attention, output, run
+from . import adapt_attention, attention, output, run
 from .fuse import BlockPatch
 
 SCHEMA = "h3bw-report/1"
@@ -119,18 +120,26 @@ def overridden(model) -> list[str]:
     record = options.get(run.RUN)
     if record is None:
         return notes
-    if "AttentionBackend" in record.settings:
-        override = options.get("optimized_attention_override")
-        if not isinstance(override, attention.AttentionOverride):
-            notes.append("a later node replaced the attention backend; it is in charge")
+    in_charge = adapt_attention.installed(options)
+    if "AttentionBackend" in record.settings and not isinstance(in_charge, attention.AttentionOverride):
+        notes.append("a later node replaced the attention backend; it is in charge")
     if "FuseBlocks" in record.settings:
         table = options.get("patches_replace", {}).get("dit", {})
         lost = [
-            key for key, patch in table.items() if key[0] == "double_block" and not isinstance(patch, BlockPatch)
+            key
+            for key, patch in table.items()
+            if key[0] == "double_block" and not isinstance(unmarked(patch), BlockPatch)
         ]
         if lost:
             notes.append(f"a later node owns {len(lost)} blocks; they run fused only if it calls the original block")
     return notes
+
+
+def unmarked(patch):
+    """The patch below a mark of the attention node's, which only says which block runs."""
+    while isinstance(patch, adapt_attention.BlockMark):
+        patch = patch.previous
+    return patch
 
 
 def build(model, latent=None, reference=None) -> dict:
@@ -166,7 +175,8 @@ def environment() -> dict:
     import importlib.metadata
 
     versions = {}
-    for name in ("comfy-kitchen", "triton", "safetensors", "av"):
+    packages = {package for record in attention_kernels.records() for package in record.packages} - {"torch"}
+    for name in ("comfy-kitchen", "triton", "safetensors", "av", *sorted(packages - {"comfy-kitchen", "triton"})):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -210,6 +220,7 @@ def as_text(report: dict) -> str:
             lines.append(f"peak device memory {record['peak_bytes'] / 2**30:.2f} GiB")
         for entry in record["bf16_inputs"]:
             lines.append(f"bf16 input for {entry['linear']} x {entry['calls']}: {entry['reason']}")
+        lines += attention.lines(record)
         for name in record["settings"].get("FuseBlocks", {}).get("forced_off_by_environment", ()):
             lines.append(f"{name}=0 in the environment switches this off")
     for entry in report["certification"]:

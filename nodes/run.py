@@ -20,6 +20,10 @@ import torch
 
 RUN = "h3bw_run"  # transformer_options[RUN]: the Run of this model
 DIT = "h3bw_dit"  # transformer_options[DIT]: the MiniMaxH3Model whose forward is running
+FORWARD = (
+    "h3bw_forward"  # transformer_options[FORWARD]: a dict that lives for one forward, for what is asked once in it
+)
+BLOCK = "block"  # transformer_options[FORWARD][BLOCK]: the block that is running, where a patch of ours saw it
 WRAPPER_KEY = "h3bw"
 
 log = logging.getLogger("h3bw")
@@ -39,6 +43,9 @@ class Run:
         bf16_inputs: ``(linear, reason)`` -> times a linear of a fused block got bf16 instead of NVFP4.
         attention: backend that ran -> calls.
         attention_handed_on: reason -> calls handed to the next attention function.
+        attention_dense: reason -> calls that ran exact although an approximate backend was asked for.
+        attention_copies: ``(backend, what was copied and why)`` -> ``[calls, copies, bytes]`` made before its kernel.
+        attention_choices: what ``auto`` chose, one line and the evidence for each kind of call.
         nonfinite: ``(evaluation, block)`` of the first block output with an Inf or a NaN, or None.
         peak_bytes: most device memory that torch held at once during the run, or None without CUDA.
     """
@@ -54,6 +61,9 @@ class Run:
     bf16_inputs: Counter = field(default_factory=Counter)
     attention: Counter = field(default_factory=Counter)
     attention_handed_on: Counter = field(default_factory=Counter)
+    attention_dense: Counter = field(default_factory=Counter)
+    attention_copies: dict[tuple[str, str], list[int]] = field(default_factory=dict)
+    attention_choices: dict[str, dict] = field(default_factory=dict)
     nonfinite: tuple[int, int] | None = None
     peak_bytes: int | None = None
     _flags: torch.Tensor | None = field(default=None, repr=False)
@@ -72,6 +82,21 @@ class Run:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self._flags = torch.zeros(blocks, dtype=torch.int32, device=device)
+
+    def attended(self, plan) -> None:
+        """Count a call that ran by ``plan`` (:class:`kernels.attention.Plan`); cheap, on every call."""
+        name = plan.backend.name
+        self.attention[name] += 1
+        if plan.fixes.copies:
+            seen = self.attention_copies.setdefault((name, "; ".join(plan.fixes.reasons)), [0, 0, 0])
+            seen[0] += 1
+            seen[1] += plan.fixes.copies
+            seen[2] += plan.fixes.copied_bytes
+        if plan.decision is not None and plan.decision.kind not in self.attention_choices:
+            text = str(plan.decision)
+            self.attention_choices[plan.decision.kind] = {
+                "text": text, **plan.decision.as_dict(), "passed_over": dict(plan.passed_over),
+            }  # fmt: skip
 
     def watch(self, block: int, out: torch.Tensor) -> None:
         """Note on the device whether a block's output is finite: one read of it, no wait, nothing kept."""
@@ -109,6 +134,7 @@ class Run:
             if unseen and self.steps:
                 parts.append(f"{unseen} never called: another patch replaced those blocks after ours")
         parts += [f"attention {name} x {count}" for name, count in self.attention.items()]
+        parts += [f"attention dense x {count}: {reason}" for reason, count in self.attention_dense.items()]
         parts += [f"attention handed on x {count}: {reason}" for reason, count in self.attention_handed_on.items()]
         if self.nonfinite:
             step, block = self.nonfinite
@@ -138,6 +164,12 @@ class Run:
             ],
             "attention": dict(self.attention),
             "attention_handed_on": dict(self.attention_handed_on),
+            "attention_dense": dict(self.attention_dense),
+            "attention_copies": [
+                {"backend": backend, "why": why, "calls": calls, "copies": copies, "bytes": written}
+                for (backend, why), (calls, copies, written) in sorted(self.attention_copies.items())
+            ],
+            "attention_choices": list(self.attention_choices.values()),
             "first_nonfinite": self.nonfinite and dict(zip(("step", "block"), self.nonfinite, strict=True)),
             "peak_bytes": self.peak_bytes,
         }
@@ -196,8 +228,10 @@ def _around_sampling(executor, *args, **kwargs):
 def _around_forward(executor, *args, **kwargs):
     """Tell the patches which module is running (a multi-GPU clone has its own) and count the step."""
 
+    forward: dict = {}
+
     def with_model(options):
-        return {**options, DIT: executor.class_obj}
+        return {**options, DIT: executor.class_obj, FORWARD: forward}
 
     def ours(value):
         return isinstance(value, dict) and RUN in value
@@ -206,6 +240,10 @@ def _around_forward(executor, *args, **kwargs):
         if ours(value):
             value[RUN].steps += 1
             break
+    forward["latents"] = args[0] if args else None
     args = [with_model(value) if ours(value) else value for value in args]
     kwargs = {name: with_model(value) if ours(value) else value for name, value in kwargs.items()}
-    return executor(*args, **kwargs)
+    try:
+        return executor(*args, **kwargs)
+    finally:
+        forward.clear()  # it must not keep a latent alive

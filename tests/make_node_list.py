@@ -1,8 +1,8 @@
-"""Writes what is derived from the nodes' own schemas: node_list.json and the node table of README.md.
+"""Writes what is derived from the code: node_list.json, and the tables of nodes and attention backends in README.md.
 
     python tests/make_node_list.py         with ComfyUI named by COMFYUI_PATH, in an environment that can import it
 
-A test compares both with the code, so neither can drift.
+A test compares them with the code, so none can drift.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from comfy_server import PACK_ROOT
 from conftest import pack_module, use_comfyui
 
 BEGIN, END = "<!-- nodes: written by tests/make_node_list.py -->", "<!-- /nodes -->"
+BACKENDS_BEGIN = "<!-- attention backends: written by tests/make_node_list.py -->"
+BACKENDS_END = "<!-- /attention backends -->"
 
 
 def schemas() -> list:
@@ -39,13 +41,26 @@ def table() -> str:
     return "\n".join([BEGIN, *rows, END])
 
 
+def backends() -> str:
+    """The README's table of attention backends, between its markers."""
+    rows = ["| backend | | needs | what it is | run on hardware here |", "|---|---|---|---|---|"]
+    for record in pack_module("kernels.attention").records():
+        kind = "exact" if record.exact else "approximate"
+        kind += ", by name only" if record.opt_in else ""
+        run = "see the records" if record.run_here else "**not run**: tested against a stand-in with its signature"
+        rows.append(f"| `{record.name}` | {kind} | {record.needs} | {record.summary} | {run} |")
+    return "\n".join([BACKENDS_BEGIN, *rows, BACKENDS_END])
+
+
 def with_table(readme: str) -> str:
-    """README text with its table replaced; ValueError without the markers."""
-    head, _, rest = readme.partition(BEGIN)
-    _, found, tail = rest.partition(END)
-    if not found:
-        raise ValueError(f"README.md must hold {BEGIN} and {END}")
-    return head + table() + tail
+    """README text with its tables replaced; ValueError without the markers."""
+    for begin, end, text in ((BEGIN, END, table()), (BACKENDS_BEGIN, BACKENDS_END, backends())):
+        head, _, rest = readme.partition(begin)
+        _, found, tail = rest.partition(end)
+        if not found:
+            raise ValueError(f"README.md must hold {begin} and {end}")
+        readme = head + text + tail
+    return readme
 
 
 def main() -> None:

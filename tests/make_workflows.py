@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workflow_notes import BENCH_NOTE, PROMPTS, REAL_NOTE, SELFTEST_NOTE, TASK_NOTES
+from workflow_notes import BENCH_ATTENTION_NOTE, BENCH_NOTE, PROMPTS, REAL_NOTE, SELFTEST_NOTE, TASK_NOTES
 
 WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
 REGISTRY_ID = "h3-blackwell-runtime"  # tells a frontend without this pack what to install
@@ -36,6 +36,7 @@ WIDTHS = {
     "MiniMaxH3ReferenceToVideo": 440,
     "H3BW_RuntimeReport": 560,
     "H3BW_BenchKernels": 900,
+    "H3BW_BenchAttention": 1100,
 }
 WIDE_LOADERS = ("H3BW_LoadNVFP4", "CLIPLoader", "VAELoader")
 # Room for what a node shows beside its sockets and widgets, in pixels.
@@ -46,6 +47,7 @@ EXTRA_HEIGHT = {
     "H3BW_MediaCheck": 420,
     "H3BW_RuntimeReport": 300,
     "H3BW_BenchKernels": 900,
+    "H3BW_BenchAttention": 700,
 }
 BLUE, GREEN, PURPLE, GREY = "#3f789e", "#88aa88", "#a1309b", "#999999"
 
@@ -111,6 +113,18 @@ class Node:
         for name, spec, _ in self.specs():
             if socket_type(spec) in WIDGET_TYPES:
                 values[name] = self.inputs[name] if name in self.inputs else default(self.class_type, name, spec)
+            if socket_type(spec) == "COMFY_DYNAMICCOMBO_V3":
+                values |= self._of_option(name, spec, values[name])
+        return values
+
+    def _of_option(self, name: str, spec: list, chosen: str) -> dict[str, Any]:
+        """The widgets that a dynamic menu has under the chosen option, named ``menu.widget``; they follow the menu."""
+        values = {}
+        option = next(option for option in spec[1]["options"] if option["key"] == chosen)
+        for section in ("required", "optional"):
+            for inner, inner_spec in option["inputs"].get(section, {}).items():
+                key = f"{name}.{inner}"
+                values[key] = self.inputs[key] if key in self.inputs else default(self.class_type, key, inner_spec)
         return values
 
     def widgets_values(self) -> list[Any]:
@@ -119,7 +133,7 @@ class Node:
         specs = {name: spec for name, spec, _ in self.specs()}
         for name, value in self.widgets().items():
             values.append(value)
-            options = specs[name][1] if len(specs[name]) > 1 else {}
+            options = specs[name][1] if len(specs.get(name, ())) > 1 else {}
             if options.get("control_after_generate", name in ("seed", "noise_seed")):
                 values.append("fixed")
             for flag, extra in UPLOAD_WIDGETS.items():
@@ -476,6 +490,15 @@ def bench_kernels(object_info: dict[str, Any]) -> Graph:
     return graph
 
 
+def bench_attention(object_info: dict[str, Any]) -> Graph:
+    """The attention backends, timed: one node, no model."""
+    graph = Graph("bench_attention", object_info)
+    bench = graph.add("H3BW_BenchAttention", backend="all", filename_prefix="h3bw/bench_attention")
+    note = graph.explain(BENCH_ATTENTION_NOTE)
+    graph.lay_out([Group("Read me", [[note]], GREY)], [Group("This machine", [[bench]], PURPLE)])
+    return graph
+
+
 def build(object_info: dict[str, Any]) -> list[Graph]:
     """Every workflow of the pack."""
     return [
@@ -485,6 +508,7 @@ def build(object_info: dict[str, Any]) -> list[Graph]:
         real("h3_fl2va_nvfp4", object_info, "minimax_h3_fl2va_pruned_nvfp4.safetensors", "fl2va"),
         real("h3_ref2va_nvfp4", object_info, "minimax_h3_ref2va_pruned_nvfp4.safetensors", "ref2va"),
         bench_kernels(object_info),
+        bench_attention(object_info),
     ]
 
 

@@ -104,3 +104,30 @@ beside it if matplotlib is installed. The record holds no paths, no host name an
 
 Without a browser: `comfy run --workflow workflows/api/bench_kernels.json --wait`.
 """
+
+BENCH_ATTENTION_NOTE = """# Which attention is fastest here?
+
+Press **Run**. No model and no weights are needed, but about 6 GiB of GPU memory at 38,016 rows (1344x768, 124 frames) \
+and 17 GiB at 108,800; models that are loaded make room.
+
+| column | |
+|---|---|
+| **stock** | the kernel that ComfyUI picks among PyTorch's, called directly |
+| **auto** | what **H3 Attention Backend** runs when it is set to auto, copies included |
+| exact, approximate | full softmax attention with fp32 accumulation, or 8 bits, or sparse |
+| TFLOP/s | of full attention, also where a sparse kernel computes less |
+| relative, cosine, worst channel | against double precision, on 128 rows of 4 heads, before and after the timing |
+| MiB above | the most memory that one call held beside q, k, v and its result |
+| verdict | `accept`: faster than stock by at least 5 % and 10 us, whatever the noise. `inconclusive` is not a yes |
+
+Every variant runs once a round, in balanced orders, and stock runs twice a round under two names: if the two differ, \
+nothing is concluded. What does not run here stands below the table with the reason. The inputs are noise: a sparse \
+kernel's error on them says nothing about a video.
+
+The record, with every sample and what auto measured, is `output/h3bw/bench_attention_*.json`; the plot lies beside it \
+if matplotlib is installed.
+
+**On a CPU** one small call runs, and the table says that it is no measurement.
+
+Without a browser: `comfy run --workflow workflows/api/bench_attention.json --wait`.
+"""

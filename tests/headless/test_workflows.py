@@ -38,6 +38,7 @@ FILE_INPUTS = {  # inputs that name a file, and the folder below the base direct
     ("LoadVideo", "file"): "input",
     ("LoadAudio", "audio"): "input",
 }
+SMALL_BENCH = {"bench_kernels": {"rows": 17, "columns": "small"}, "bench_attention": {"rows": 17, "heads": 2}}
 OTHER_VERSIONS = {"SaveVideo": {"codec", "format.codec"}}  # one widget, named differently from 0.33 on
 RUNGS = {
     "bf16": {"latents equal, bit for bit", "finite", "blocks fused"},
@@ -138,7 +139,7 @@ def test_twins():
     assert sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json")) == NAMES
     assert len(SELFTESTS) == 2
     assert len(REAL) == 3
-    assert len(BENCHES) == 1
+    assert len(BENCHES) == 2
 
 
 def test_files_are_what_the_generator_makes(server, object_info):
@@ -312,7 +313,7 @@ def test_bench_runs(name, server, comfy_cli, tmp_path):
     """The shipped graph with small sizes, through comfy-cli: a table, and a record of a finished run."""
     graph = api_file(name)
     (bench,) = graph.values()
-    bench["inputs"].update(rows=17, columns="small")
+    bench["inputs"].update(SMALL_BENCH[name])
     path = tmp_path / f"{name}.json"
     path.write_text(json.dumps(graph), "utf-8")
     events = comfy_cli(path, "--wait")
@@ -322,7 +323,8 @@ def test_bench_runs(name, server, comfy_cli, tmp_path):
     (file,) = output["h3bw_record"]
     record = json.loads((server.base / "output" / file["subfolder"] / file["filename"]).read_text("utf-8"))
     assert record["status"] == "finished"
-    assert {gate["result"] for gate in record["gates"]} == {"passed"}
+    # What is promised of times is skipped on a CPU; what is promised of numbers holds there too.
+    assert {gate["result"] for gate in record["gates"] if gate["reason"] != "a CPU is not measured"} == {"passed"}
     assert str(server.base) not in json.dumps(record)
 
 

@@ -2,31 +2,11 @@
 
 import pytest
 import torch
+from attention_calls import Next, oracle, tensors
 from conftest import pack_module
 from h3_sampling import attend, equal, fuse, run_of, sample, selftest
 
 pytestmark = pytest.mark.usefixtures("pack")
-
-
-def tensors(s=17, heads=3, d=32, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(1, heads, s, d, generator=generator).to(dtype) for _ in range(3)]
-
-
-def oracle(q, k, v, scale=None):
-    weights = (q.double() @ k.double().transpose(-1, -2)) * (scale or q.shape[-1] ** -0.5)
-    return weights.softmax(-1) @ v.double()
-
-
-class Next:
-    """Stands for ComfyUI's own function, or for an earlier override."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, *args, **kwargs):
-        self.calls.append((args, kwargs))
-        return "next"
 
 
 @pytest.fixture
@@ -133,23 +113,150 @@ def test_a_later_override_is_in_charge_and_named():
 def test_a_backend_asked_for_by_name_stops_before_sampling():
     model, _, _ = selftest()
     refused = pack_module("kernels.attention").AttentionRefused
-    with pytest.raises(refused, match=r"^kitchen_int8: .+; choose sdpa or auto$"):
-        attend(model, "kitchen_int8")
+    for name in ("kitchen_int8", "sage3", "sol", "fa4"):
+        with pytest.raises(refused, match=rf"^{name}: .+; choose sdpa or sdpa_math or auto$"):
+            attend(model, name)
 
 
 def test_a_name_from_elsewhere_gets_the_reason_and_the_alternatives(pack):
-    node = pack_module("nodes.attention").AttentionBackend
-    answer = node.validate_inputs(backend="sage3")
-    assert answer.startswith("sage3: this version has no attention backend of that name; choose auto or sdpa")
-    assert node.validate_inputs(backend="auto") is True
-    # Through a link the name arrives only when the node runs.
-    assert node.validate_inputs(backend=None) is True
     model, _, _ = selftest()
-    with pytest.raises(pack_module("kernels.attention").AttentionRefused, match="^sage3: this version has no .*auto"):
-        attend(model, "sage3")
+    refused = pack_module("kernels.attention").AttentionRefused
+    with pytest.raises(refused, match="^xformers: this version has no .*auto"):
+        attend(model, "xformers")
 
 
 def test_the_menu_is_the_folder(pack):
     node = pack_module("nodes.attention").AttentionBackend
-    combo = next(item for item in node.define_schema().inputs if item.id == "backend")
-    assert list(combo.options) == ["auto", *pack_module("kernels.attention").names()]
+    menu = next(item for item in node.define_schema().inputs if item.id == "backend")
+    assert [option.key for option in menu.options] == ["auto", *pack_module("kernels.attention").names()]
+
+
+# ---------------------------------------------------------------- through ComfyUI's own validation and call
+
+
+@pytest.fixture
+def registered(pack, monkeypatch):
+    """The node as ComfyUI's executor sees it; returns ``call(inputs)`` on a prompt's inputs."""
+    import asyncio
+
+    import execution
+
+    import nodes as core_nodes
+
+    node = pack_module("nodes.attention").AttentionBackend
+    node.GET_SCHEMA()
+    monkeypatch.setitem(core_nodes.NODE_CLASS_MAPPINGS, "H3BW_AttentionBackend", node)
+    selftest_node = pack_module("nodes.selftest").SelfTestModel
+    selftest_node.GET_SCHEMA()
+    monkeypatch.setitem(core_nodes.NODE_CLASS_MAPPINGS, "H3BW_SelfTestModel", selftest_node)
+    tiny = {"adaln": "pruned", "width": 64, "height": 64, "length": 22, "seed": 0, "reference": "none"}
+
+    def call(**inputs):
+        prompt = {
+            "1": {"class_type": "H3BW_SelfTestModel", "inputs": tiny},
+            "2": {"class_type": "H3BW_AttentionBackend", "inputs": {"model": ["1", 0], **inputs}},
+        }
+        valid, errors, _ = asyncio.run(execution.validate_inputs("p", prompt, "2", {}))
+        if not valid:
+            return "; ".join(error["details"] for error in errors)
+        model = selftest()[0]
+        data, _, v3_data = execution.get_input_data(
+            prompt["2"]["inputs"], node, "2", dynprompt=Prompt(prompt), execution_list=Ran(model)
+        )
+        out, *_ = asyncio.run(
+            execution._async_map_node_over_list("p", "2", node, data, "EXECUTE_NORMALIZED", v3_data=v3_data)
+        )
+        return out[0]
+
+    return call
+
+
+class Prompt:
+    """What ComfyUI calls a dynamic prompt, as far as inputs ask for it."""
+
+    def __init__(self, prompt):
+        self.prompt = prompt
+
+    def get_original_prompt(self):
+        return self.prompt
+
+
+class Ran:
+    """An execution list in which the model has been made."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def get_cache(self, source, target):
+        return type("Entry", (), {"outputs": [[self.model]]})()
+
+
+def settings_in(model):
+    adapt = pack_module("nodes.adapt_attention")
+    return adapt.installed(model.model_options["transformer_options"]).settings
+
+
+def test_a_prompt_saved_before_there_were_more_widgets(registered):
+    settings = settings_in(registered(backend="auto"))
+    assert settings == pack_module("nodes.attention").Settings() and settings.exact
+
+
+def test_sub_widgets_arrive(registered):
+    found = settings_in(
+        registered(
+            **{"backend": "auto", "backend.allow_approximate": True, "backend.max_error": 0.01, "layout": "contiguous",
+               "backend.dense_steps": 20.0, "backend.dense_blocks": "0, 2"}
+        )
+    )  # fmt: skip
+    assert (found.max_error, found.layout, found.dense_steps) == (0.01, "contiguous", 0.2)
+    assert found.dense_blocks == {0, 2} and not found.exact
+
+
+def test_sols_widgets_are_its_own(pack):
+    settings_of = pack_module("nodes.attention").settings_of
+    sol = settings_of("sol", "auto", 50)
+    assert dict(sol.options) == {"tau": 1.3} and sol.exact_conditioning and sol.dense_steps == 0.2
+    sol = settings_of(
+        {"backend": "sol", "tau": 1.0, "exact_conditioning": False, "dense_steps": 0.0, "dense_blocks": "0 49"},
+        "native",
+        50,
+    )
+    assert dict(sol.options) == {"tau": 1.0} and not sol.exact_conditioning and sol.dense_blocks == {0, 49}
+    plain = settings_of({"backend": "sdpa", "dense_steps": None}, "auto", None)
+    assert plain.options == () and plain.exact and plain.dense_steps == 0.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 101.0])
+def test_numbers_out_of_range_are_named(pack, value):
+    with pytest.raises(ValueError, match="dense_steps must be from 0 to 100, have"):
+        pack_module("nodes.attention").settings_of({"backend": "sol", "dense_steps": value}, "auto", 50)
+
+
+def test_core_checks_the_ranges(registered):
+    assert "dense_steps" in registered(**{"backend": "auto", "backend.dense_steps": 120.0})
+    assert "layout: 'nhd' not in" in registered(backend="auto", layout="nhd")
+
+
+def test_a_menus_value_that_is_unknown_stops_with_its_name(registered):
+    with pytest.raises(pack_module("kernels.attention").AttentionRefused, match="^xformers: this version has no"):
+        registered(backend="xformers")
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("", set()), ("0, 49", {0, 49}), (" 3 ", {3}), ("1-3 , 7", {1, 2, 3, 7}), ("2 - 4", {2, 3, 4})]
+)
+def test_block_lists(pack, text, found):
+    assert pack_module("nodes.attention").parse_blocks(text, 50) == found
+
+
+@pytest.mark.parametrize("text", ["a", "1,-2", "4-2", "1.5", "99999", "0;1"])
+def test_bad_block_lists_are_named(pack, text):
+    with pytest.raises(ValueError, match="dense_blocks: '.*' is no block"):
+        pack_module("nodes.attention").parse_blocks(text, 50)
+
+
+def test_blocks_that_the_model_does_not_have(pack):
+    with pytest.raises(ValueError, match="the model has blocks 0 to 2, 49 was asked for"):
+        pack_module("nodes.attention").parse_blocks("0, 49", 3)
+    with pytest.raises(ValueError, match="only a MiniMax H3 says which block runs"):
+        pack_module("nodes.attention").settings_of({"backend": "auto", "dense_blocks": "1"}, "auto", None)

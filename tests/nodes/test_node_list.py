@@ -19,6 +19,7 @@ IDS = [
     "H3BW_MediaCheck",
     "H3BW_Environment",
     "H3BW_BenchKernels",
+    "H3BW_BenchAttention",
 ]
 
 # Saved workflows hold widget values by position: new widgets go to the end, and none moves.
@@ -27,14 +28,27 @@ WIDGETS = {
     "H3BW_FuseBlocks": [
         "mode", "modulate", "swiglu", "attention_output", "elementwise", "scale_backend", "emulate"
     ],
-    "H3BW_AttentionBackend": ["backend"],
+    "H3BW_AttentionBackend": ["backend", "layout"],
     "H3BW_SelfTestModel": ["adaln", "width", "height", "length", "seed", "reference"],
     "H3BW_SelfTestDecode": [],
     "H3BW_RuntimeReport": ["on_difference", "filename_prefix"],
     "H3BW_MediaCheck": ["filename_prefix"],
     "H3BW_Environment": [],
     "H3BW_BenchKernels": ["rows", "columns", "ops", "rounds", "filename_prefix"],
+    "H3BW_BenchAttention": ["lengths", "rows", "heads", "backend", "rounds", "filename_prefix"],
 }  # fmt: skip
+
+# The widgets of a menu's options follow it, so they keep their places too.
+MENUS = {
+    "auto": ["allow_approximate", "max_error", "dense_steps", "dense_blocks"],
+    "sdpa": [],
+    "fa4": [],
+    "kitchen_int8": ["dense_steps", "dense_blocks"],
+    "sage1": ["dense_steps", "dense_blocks"],
+    "sage2": ["dense_steps", "dense_blocks"],
+    "sage3": ["dense_steps", "dense_blocks"],
+    "sol": ["dense_steps", "dense_blocks", "tau", "exact_conditioning"],
+}
 
 
 def test_ids_are_kept():
@@ -45,8 +59,18 @@ def test_widgets_keep_their_places():
     from comfy_api.latest import io
 
     for schema in make_node_list.schemas():
-        widgets = [item.id for item in schema.inputs if isinstance(item, io.WidgetInput)]
+        widgets = [item.id for item in schema.inputs if isinstance(item, (io.WidgetInput, io.DynamicCombo.Input))]
         assert widgets[: len(WIDGETS[schema.node_id])] == WIDGETS[schema.node_id], schema.node_id
+
+
+def test_widgets_of_menus_keep_their_places():
+    schema = next(schema for schema in make_node_list.schemas() if schema.node_id == "H3BW_AttentionBackend")
+    menu = next(item for item in schema.inputs if item.id == "backend")
+    found = {option.key: [item.id for item in option.inputs] for option in menu.options}
+    for name, widgets in MENUS.items():
+        assert found[name][: len(widgets)] == widgets, name
+    # A prompt saved before a widget was there has no value for it.
+    assert all(item.optional for option in menu.options for item in option.inputs)
 
 
 def test_node_list_json():

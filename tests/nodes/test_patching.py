@@ -143,7 +143,7 @@ def test_twice_in_a_row_does_not_stack(tiny):
     assert dict(run.fused) == {0: 3, 1: 3, 2: 3} and run.attention["sdpa"] == 9 and run.steps == 3
     options = twice.model_options["transformer_options"]
     assert all(patch.previous is None for patch in options["patches_replace"]["dit"].values())
-    assert options["optimized_attention_override"].previous is None
+    assert pack_module("nodes.adapt_attention").installed(options).previous is None
     assert all(len(wrappers["h3bw"]) == 1 for wrappers in options["wrappers"].values())
 
 

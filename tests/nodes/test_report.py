@@ -35,7 +35,7 @@ def test_a_whole_report():
     assert run["state"] == "finished" and run["steps"] == 3 and run["device"] == "cpu" and run["seconds"] > 0
     assert run["fused_calls"] == {"0": 3, "1": 3, "2": 3} and run["attention"] == {"sdpa": 9}
     assert run["settings"]["FuseBlocks"]["emulate"] == "w4a4"
-    assert run["settings"]["AttentionBackend"] == {"backend": "auto", "exact": True}
+    assert run["settings"]["AttentionBackend"] == {"backend": "auto", "exact": True, "layout": "auto"}
     rungs = {rung["rung"]: rung for rung in data["rungs"]}
     assert rungs["latents equal, bit for bit"]["result"] == "failed"
     assert 0 < rungs["latents equal, bit for bit"]["numbers"]["video"]["max_abs"] < 10

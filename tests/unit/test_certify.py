@@ -317,7 +317,7 @@ def test_no_probe_while_tracing_or_capturing(monkeypatch, what):
     if what == "compile":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     else:
-        monkeypatch.setattr(certify, "_busy", lambda device: "a CUDA graph is being captured")
+        monkeypatch.setattr(certify, "busy", lambda device: "a CUDA graph is being captured")
     reason = certify.refusal(op, "fast", CPU)
     assert "not certified on cpu yet, and" in reason and probes(op) == 0
     monkeypatch.undo()

@@ -1,1 +1,1 @@
-"""Attention backends, one file each: a ``BACKEND`` record named like its file. A file dropped in here is offered."""
+"""Attention backends: a file holds ``BACKEND`` named like it, or ``BACKENDS``. A file dropped in here is offered."""

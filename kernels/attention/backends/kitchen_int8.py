@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 import torch
 
 from .. import Backend, Call
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
-ALIGNMENT = 4  # elements: the kernel loads four at a time
 NAMES = ("int8_attention", "int8_attention_is_available")
+LONG_ROWS = 4096  # from here on memory counts for more than one more call on the host
+PARTS = ("prequantize_int8_attention", "int8_attention_from_prequantized")
 
 
 def load():
@@ -26,14 +29,19 @@ def load():
             f"comfy-kitchen {version()} has no {' and no '.join(missing)}; 0.2.31 is known to have it; "
             "update comfy-kitchen"
         )
+    in_parts = all(hasattr(comfy_kitchen, name) for name in PARTS)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
         """Approximate attention on ``[B, H, S, D]``; fp32 inputs come back as fp32 with bf16's precision.
 
         comfy-kitchen rotates q and k by a Hadamard matrix and may shift k by one of its rows, both without changing the
-        exact result. The error that remains is not measured here.
+        exact result.
         """
-        return comfy_kitchen.int8_attention(aligned(q), aligned(k), aligned(v), scale=scale)
+        if not in_parts or k.shape[2] < LONG_ROWS:
+            return comfy_kitchen.int8_attention(q, k, v, scale=scale)
+        quantized = comfy_kitchen.prequantize_int8_attention(q, k, v, scale=scale)
+        del q, k, v  # the 8-bit copies are all that the kernel reads
+        return comfy_kitchen.int8_attention_from_prequantized(quantized)
 
     return attend
 
@@ -57,25 +65,8 @@ def refuse(call: Call) -> str | None:
     return None
 
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a packed copy when its base address or a stride breaks the kernel's 4-element loads.
-
-    ``contiguous()`` would not do: it returns a packed tensor as it is, also one that starts at an odd address.
-    """
-    steps = [stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
-    if (
-        tensor.stride(-1) == 1
-        and tensor.data_ptr() % (ALIGNMENT * tensor.element_size()) == 0
-        and all(step % ALIGNMENT == 0 for step in steps)
-    ):
-        return tensor
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
 def version() -> str:
     """Return the installed version of comfy-kitchen, for messages."""
-    from importlib import metadata
-
     try:
         return metadata.version("comfy-kitchen")
     except metadata.PackageNotFoundError:
@@ -88,7 +79,10 @@ BACKEND = Backend(
     needs="comfy-kitchen >= 0.2.31",
     load=load,
     refuse=refuse,
-    summary="comfy-kitchen INT8 attention; its error on H3 is not measured in this version",
+    summary="comfy-kitchen's INT8 kernel",
+    packages=("comfy-kitchen",),
     # Its kernels multiply rows by strides in 64 bits, so long strided views go in as they are.
     int32_offsets=False,
+    align_elements=4,  # the kernel loads four elements at a time
+    dense_last=True,
 )
