@@ -479,6 +479,31 @@ def test_the_math_kernel_runs_anywhere(rows, dtype):
     assert error(attention.run("sdpa_math", q, k, v, scale=0.2), oracle(q, k, v, 0.2)) < TOLERANCE[dtype]
 
 
+def test_the_math_kernel_keeps_fp32_scores_whatever_the_process_allows():
+    """ComfyUI sets this flag; with k offset by 50 the kernel by itself is then 50 times as far off."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 129, 64, generator=generator) for _ in range(3))
+    q, k, v = q.to(BF16), (k + 50).to(BF16), v.to(BF16)
+    before = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
+    try:
+        out = attention.run("sdpa_math", q, k, v)
+        assert error(out, oracle(q, k, v)) < 5e-3
+        assert torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    finally:
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(before)
+
+
+def test_sdpa_packs_what_the_kernel_it_may_pick_cannot_read():
+    operands = pack_module("kernels.attention.operands")
+    record = next(record for record in attention.records() if record.name == "sdpa")
+    q, k, v = qkv(17, 128, dtype=BF16)
+    assert operands.fixes_for(record, "native", (q, k, v), v.dtype) is operands.NONE
+    odd = torch.empty(k.numel() + 1, dtype=k.dtype)[1:].view(k.shape)
+    found = operands.fixes_for(record, "native", (q, odd, v), v.dtype)
+    assert found.pack == (None, "HND", None) and found.copies == 1
+
+
 def test_real_packages_have_the_stand_ins_signatures(fresh, monkeypatch):
     """Against what is installed here; what is not was read from its source (see each adapter's docstring)."""
     comfy_kitchen = pytest.importorskip("comfy_kitchen", reason="comfy-kitchen is not installed")
