@@ -1,8 +1,9 @@
 """Safetensors files: strict reading, NVFP4 layouts, direct loading, atomic writing; failures are `CheckpointError`s."""
 
 from .header import CheckpointError, Header, TensorInfo, read_header
+from .inspection import inspect, summary, verify
 from .layout import find_layers, is_h3, normalise
-from .reader import inspect, load
+from .reader import load
 from .tiny import tiny_h3
 from .writer import nvfp4_tensors, write
 
@@ -17,6 +18,8 @@ __all__ = [
     "normalise",
     "nvfp4_tensors",
     "read_header",
+    "summary",
     "tiny_h3",
+    "verify",
     "write",
 ]
