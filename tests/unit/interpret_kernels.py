@@ -21,12 +21,9 @@ def compare(ours, reference) -> dict:
     nvfp4 = pack_module("kernels.nvfp4")
     a, b = nvfp4.unpack(ours.codes).int(), nvfp4.unpack(reference.codes).int()
     rows, columns = reference.shape
-    padding = (
-        ours.codes[rows:].any()
-        or nvfp4.swizzle(nvfp4.unswizzle(ours.block_scale.view(torch.uint8), rows, -(-columns // 16)))
-        .ne(ours.block_scale.view(torch.uint8))
-        .any()
-    )
+    padding = ours.codes[rows:].any() or nvfp4.swizzle(
+        nvfp4.unswizzle(ours.block_scale.view(torch.uint8), rows, -(-columns // 16))
+    ).ne(ours.block_scale.view(torch.uint8)).any()
     return {
         "codes": int((a != b).sum()),
         "far": int(((a - b).abs() > 1).sum()),
