@@ -224,7 +224,7 @@ def normalise(
     for key in [key for key in out if key.rpartition(".")[2] == MARKER]:
         del out[key]  # the absent ones too: ComfyUI would try to read their NULs as JSON
     for name, layer in layers.items():
-        out[f"{name}.{MARKER}"] = marker_tensor(json.dumps(dict(layer.conf)).encode())
+        out[f"{name}.{MARKER}"] = marker_tensor(marker_text(layer.conf))
     layout_from = (
         "marker" if said is not None else "declared" if declared != "auto" else "evidence" if found else "assumption"
     )
@@ -239,6 +239,11 @@ def normalise(
         "metadata": {key: value for key, value in metadata.items() if key != QUANT_METADATA},
     }
     return out, info
+
+
+def marker_text(conf: Mapping) -> bytes:
+    """The bytes of a ``comfy_quant`` marker that says `conf`."""
+    return json.dumps(dict(conf)).encode()
 
 
 def marker_bytes(file: str, key: str, tensor: torch.Tensor) -> bytes:
