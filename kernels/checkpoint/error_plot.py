@@ -19,13 +19,13 @@ def draw(report: Mapping, path: str | os.PathLike) -> None:
     last = max(block for points in kinds.values() for block, _ in points)
     top = max(error for points in kinds.values() for _, error in points) * 1.1 or 1.0
     image = Image.new("RGB", (WIDTH, HEIGHT), "white")
-    pen, font, large = ImageDraw.Draw(image), ImageFont.load_default(), ImageFont.load_default()
+    pen, font = ImageDraw.Draw(image), ImageFont.load_default()
 
     def place(block: float, error: float) -> tuple[float, float]:
         across = block / max(last, 1)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - error / top * (HEIGHT - TOP - BOTTOM)
 
-    pen.text((LEFT, 14), f"{report['target']['name']}: relative weight error, scales {report['scale']}", INK, large)
+    pen.text((LEFT, 14), f"{report['target']['name']}: relative weight error, scales {report['scale']}", INK, font)
     for step in range(6):
         error = top * step / 5
         y = place(0, error)[1]

@@ -102,10 +102,8 @@ def quantize_file(
     plan = _plan(src, file, header, list(keep_layers))
     total = sum(header.tensors[key].nbytes for key in (*plan.quantise, *plan.copies))
     entries, errors, done = [], [], 0
-    with (
-        StreamWriter(dst, _kinds(file, header, plan), _metadata(header, file, scale, plan)) as out,
-        pieces.File(src) as source,
-    ):
+    target = StreamWriter(dst, _kinds(file, header, plan), _metadata(header, file, scale, plan))
+    with target as out, pieces.File(src) as source:
         for layer, marker in plan.markers.items():
             out.put(f"{layer}.{layout.MARKER}", marker_tensor(marker))
         # in the order of the file, so that a disk reads it once from end to end
@@ -160,8 +158,8 @@ def summary(report: Mapping) -> str:
     """The report in a few lines."""
     source, target, error = report["source"], report["target"], report["relative_error"]
     lines = [
-        f"{source['name']} ({source['bytes'] / 2**30:.2f} GiB) to {target['name']} ({target['bytes'] / 2**30:.2f} GiB): "
-        f"{len(report['layers'])} layers to NVFP4, scales {report['scale']}, {report['seconds']:.0f} s on "
+        f"{source['name']} ({source['bytes'] / 2**30:.2f} GiB) to {target['name']} "
+        f"({target['bytes'] / 2**30:.2f} GiB): {len(report['layers'])} layers to NVFP4, scales {report['scale']}, {report['seconds']:.0f} s on "
         f"{report['device']}",
         f"relative weight error: mean {error['mean']:.4f}, largest {error['max']:.4f}",
         *(f"  {kind}: {value:.4f}" for kind, value in sorted(error["by_kind"].items())),
@@ -179,7 +177,7 @@ def _plan(src: str, file: str, header: Header, keep: list[str]) -> _Plan:
     if prefix is None:
         raise CheckpointError(
             "not_h3", file, "",
-            "has no video_patch_proj and audio_patch_proj, so it is not a MiniMax H3 diffusion model; choose an H3 file",
+            "has no video_patch_proj and audio_patch_proj, so it is no MiniMax H3 diffusion model; choose an H3 file",
         )  # fmt: skip
     plan = _Plan(prefix)
     known = verify(src, header)

@@ -2,11 +2,11 @@
 
 ``amax``: ComfyUI's own choice, which maps the largest of 16 weights to 6 (`nvfp4.quantize`, the same bytes).
 
-``adaptive``: e2m1's steps are 0.5 up to 2, 1 up to 4 and then 2, so what lies between 4 and 6 of its block's scale loses
-most. A block may also map its largest weight to 4, which gives up the coarse last step for finer ones, and either scale
-may move by one step of e4m3; of these six the one with the least squared error stays. The idea of 4 or 6 is "Four Over
-Six" (arXiv 2512.02010). A scale for 4 is 1.5 times one for 6: the decode scale is therefore ``amax / (256*6)``, so that
-the largest block has room (384 of 448).
+``adaptive``: e2m1's steps are 0.5 up to 2, 1 up to 4 and then 2, so what lies between 4 and 6 of its block's scale
+loses most. A block may also map its largest weight to 4, which gives up the coarse last step for finer ones, and either
+scale may move by one step of e4m3; of these six the one with the least squared error stays. The choice of 4 or 6 is
+that of "Four Over Six" (2025); the neighbours are ours. A scale for 4 is 1.5 times one for 6: the decode scale is
+therefore ``amax / (256*6)``, so that the largest block has room (384 of 448).
 
 Relative error, fp32, 2M weights (``research/records/cpu_scale_choice.json``): amax leaves 0.095 on a Gaussian; 4 or 6
 alone takes 8.6 % off that on a Gaussian, 6.0 % on a Laplacian and 4.1 % on Student's t with 3 degrees of freedom, the
@@ -140,7 +140,7 @@ def _adaptive(x: torch.Tensor, decode_scale: torch.Tensor) -> nvfp4.NVFP4:
         scale = torch.where(decode_scale == 0, 0.0, scale).clamp(max=nvfp4.E4M3_MAX).to(torch.float8_e4m3fn)
         byte = scale.view(torch.uint8).to(torch.int16)
         for step in _STEPS:
-            # a neighbour of a positive e4m3 number is the next byte; a block of zeros has a scale of zero whatever comes
+            # the neighbour of a positive e4m3 number is the next byte; a block of zeros gets its zero below
             candidate = (byte + step).clamp(0, _LARGEST).to(torch.uint8).view(torch.float8_e4m3fn)
             error = _squared_error(magnitude, candidate.to(torch.float32) * decode_scale)
             if best_scale is None:

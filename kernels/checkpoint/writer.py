@@ -116,8 +116,8 @@ class StreamWriter:
 
     The data go into a temporary file beside `path`, which is flushed to the disk and renamed when the block ends.
     Whoever looks sees the old file, no file, or the whole new one; an error or a cancel leaves no temporary file (a
-    killed process leaves a hidden one, ``.<name>.<hex>.tmp``). The data are ordered by falling element size and then by name,
-    so every tensor is aligned and equal input gives equal bytes, whatever the order of `put`.
+    killed process leaves a hidden one, ``.<name>.<hex>.tmp``). The data are ordered by falling element size and then by
+    name, so every tensor is aligned and equal input gives equal bytes, whatever the order of `put`.
 
     Args:
         path: target; its folder must exist and have room for the whole file.
