@@ -159,8 +159,8 @@ def summary(report: Mapping) -> str:
     source, target, error = report["source"], report["target"], report["relative_error"]
     lines = [
         f"{source['name']} ({source['bytes'] / 2**30:.2f} GiB) to {target['name']} "
-        f"({target['bytes'] / 2**30:.2f} GiB): {len(report['layers'])} layers to NVFP4, scales {report['scale']}, {report['seconds']:.0f} s on "
-        f"{report['device']}",
+        f"({target['bytes'] / 2**30:.2f} GiB): {len(report['layers'])} layers to NVFP4, scales {report['scale']}, "
+        f"{report['seconds']:.0f} s on {report['device']}",
         f"relative weight error: mean {error['mean']:.4f}, largest {error['max']:.4f}",
         *(f"  {kind}: {value:.4f}" for kind, value in sorted(error["by_kind"].items())),
         f"left as they are: {report['copied']} tensors"
