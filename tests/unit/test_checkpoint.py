@@ -80,6 +80,7 @@ BAD = {
     "data without tensors": ("trailing", safetensors_bytes("{}", b"\0")),
     "entry a list": ("bad_entry", safetensors_bytes({"a": [1]})),
     "entry without dtype": ("bad_entry", safetensors_bytes({"a": {"shape": [4], "data_offsets": [0, 4]}})),
+    "a member too many": ("bad_entry", one(strides=[1])),
     "unknown dtype": ("bad_dtype", one(dtype="F12")),
     "dtype a number": ("bad_dtype", one(dtype=8)),
     "dtype a list": ("bad_dtype", one(dtype=[])),
