@@ -1,8 +1,6 @@
 """Loading a safetensors file without a memory map."""
 
-import ctypes
 import os
-import sys
 from collections.abc import Callable
 
 import safetensors.torch
@@ -15,9 +13,6 @@ from .header import CheckpointError, Header, read_header
 CHUNK_BYTES = 4 << 20
 """Largest read between two calls of `progress`, hence between two chances to cancel."""
 MOST_THREADS = 8
-
-_MADV_HUGEPAGE = 14
-_HUGE_PAGE = 2 << 20
 
 
 def load(
@@ -93,7 +88,7 @@ def read_tensor(source: pieces.File, header: Header, name: str) -> torch.Tensor:
         raise CheckpointError(
             "dtype_unsupported", source.name, name, f"dtype {info.dtype} cannot be loaded by torch {torch.__version__}"
         )
-    raw = _host_memory(info.nbytes)
+    raw = torch.empty(info.nbytes, dtype=torch.uint8)
     source.fill(header.data_offset + info.begin, [memoryview(raw.numpy())])
     return raw.view(TORCH_DTYPES[info.dtype]).reshape(info.shape)
 
@@ -101,8 +96,13 @@ def read_tensor(source: pieces.File, header: Header, name: str) -> torch.Tensor:
 def _into_host(
     source: pieces.File, header: Header, progress: Callable[[int, int], None] | None, threads: int, chunk: int
 ) -> dict[str, torch.Tensor]:
-    """uint8 vectors by name. Bytes first, the dtype later as a view: torch's memory is aligned for every dtype."""
-    raw = {name: _host_memory(info.nbytes) for name, info in header.tensors.items()}
+    """uint8 vectors by name. Bytes first, the dtype later as a view: torch's memory is aligned for every dtype.
+
+    New memory costs more than copying a cached file into it, because the kernel clears each page when it is first
+    touched: that is what the threads share. Huge pages (``MADV_HUGEPAGE``) were tried and were two to four times slower
+    on the virtual machine at hand, whose host takes free memory back in pieces of that size.
+    """
+    raw = {name: torch.empty(info.nbytes, dtype=torch.uint8) for name, info in header.tensors.items()}
     views = {name: memoryview(tensor.numpy()) for name, tensor in raw.items()}
 
     def fill(part: pieces.Chunk) -> None:
@@ -110,17 +110,3 @@ def _into_host(
 
     pieces.run(pieces.plan(header, chunk), fill, threads, progress)
     return raw
-
-
-def _host_memory(nbytes: int) -> torch.Tensor:
-    """An uninitialised uint8 vector; a large one asks Linux for huge pages, which are zeroed 512 times less often.
-
-    New memory costs more than reading a cached file into it: the kernel clears every page first.
-    """
-    out = torch.empty(nbytes, dtype=torch.uint8)
-    if nbytes >= 2 * _HUGE_PAGE and sys.platform == "linux":
-        # whole huge pages inside the tensor only: nothing beside it is touched; a refusal changes nothing
-        begin = -(-out.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-        end = (out.data_ptr() + nbytes) // _HUGE_PAGE * _HUGE_PAGE
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
-    return out
