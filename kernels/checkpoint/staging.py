@@ -53,10 +53,13 @@ class Cuda:
         self.copies.wait_stream(self.caller)
         return out
 
+    def begin_thread(self) -> None:
+        """Make the copies' stream the calling thread's own; a reading thread does it once, and ends with the load."""
+        torch.cuda.set_stream(self.copies)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy; `source` must stay as it is until the next `mark` is reached."""
-        with torch.cuda.stream(self.copies):
-            target.copy_(source, non_blocking=True)
+        """Queue a copy, after `begin_thread`; `source` must stay as it is until the next `mark` is reached."""
+        target.copy_(source, non_blocking=True)
 
     def mark(self) -> Callable[[], None]:
         """A function that waits until everything queued so far is done."""
@@ -117,9 +120,10 @@ def load(
             file.fill(chunk.offset, [slot.view[: chunk.nbytes]])
             at = 0
             for piece in chunk.pieces:
-                with allocating:
-                    if piece.name not in tensors:
-                        tensors[piece.name] = device.allocate(header.tensors[piece.name].nbytes)
+                if piece.name not in tensors:
+                    with allocating:
+                        if piece.name not in tensors:
+                            tensors[piece.name] = device.allocate(header.tensors[piece.name].nbytes)
                 size = piece.stop - piece.start
                 device.copy(tensors[piece.name][piece.start : piece.stop], slot.tensor[at : at + size])
                 at += size
@@ -171,6 +175,7 @@ class _Buffers:
         """The calling thread's next buffer, free to be filled."""
         slots = getattr(self._own, "slots", None)
         if slots is None:
+            self._device.begin_thread()
             with self._lock:
                 first, self._next = self._next, self._next + BUFFERS_PER_THREAD
             slots = self._own.slots = [

@@ -304,6 +304,9 @@ class LateDevice:
         while (job := self.queue.get()) is not None:
             job()
 
+    def begin_thread(self):
+        assert threading.current_thread().name == "h3bw-read"
+
     def allocate(self, nbytes):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
