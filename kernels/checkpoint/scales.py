@@ -9,8 +9,8 @@ that of "Four Over Six" (2025); the neighbours are ours. A scale for 4 is 1.5 ti
 therefore ``amax / (256*6)``, so that the largest block has room (384 of 448).
 
 Relative error, fp32, 2M weights (``research/records/cpu_scale_choice.json``): amax leaves 0.095 on a Gaussian; 4 or 6
-alone takes 8.6 % off that on a Gaussian, 6.0 % on a Laplacian and 4.1 % on Student's t with 3 degrees of freedom, the
-six candidates 14.4, 11.0 and 7.7 %.
+alone takes 8.6 % off that on a Gaussian, 5.9 % on a Laplacian and 4.1 % on Student's t with 3 degrees of freedom, the
+six candidates 14.4, 10.9 and 7.8 %.
 """
 
 from collections.abc import Callable, Iterator
