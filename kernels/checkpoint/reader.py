@@ -99,8 +99,8 @@ def _into_host(
     """uint8 vectors by name. Bytes first, the dtype later as a view: torch's memory is aligned for every dtype.
 
     New memory costs more than copying a cached file into it, because the kernel clears each page when it is first
-    touched: that is what the threads share. Huge pages (``MADV_HUGEPAGE``) were tried and were two to four times slower
-    on the virtual machine at hand, whose host takes free memory back in pieces of that size.
+    touched: that is what the threads share. Huge pages (``MADV_HUGEPAGE``) were tried and left out: see
+    ``research/REPRODUCIBILITY.md``.
     """
     raw = {name: torch.empty(info.nbytes, dtype=torch.uint8) for name, info in header.tensors.items()}
     views = {name: memoryview(tensor.numpy()) for name, tensor in raw.items()}
