@@ -269,10 +269,10 @@ def _quantize_blocks(blocks: torch.Tensor, decode_scale: torch.Tensor) -> tuple[
     scale = torch.where(decode_scale == 0, 0.0, scale).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     step = (decode_scale * scale.to(torch.float32)).unsqueeze(-1)
     quotient = torch.where(step == 0, 0.0, blocks / step)
-    return _e2m1_codes(quotient).flatten(1), scale
+    return e2m1_codes(quotient).flatten(1), scale
 
 
-def _e2m1_codes(v: torch.Tensor) -> torch.Tensor:
+def e2m1_codes(v: torch.Tensor) -> torch.Tensor:
     """e2m1 code of each fp32 value, to nearest, ties to the even code, saturating at 6; NaN is not expected.
 
     The magnitudes are 0, 0.5, 1, 1.5, 2, 3, 4, 6 for codes 0 to 7, so the code is the number of midpoints passed; at a

@@ -9,11 +9,13 @@ from .environment import Environment
 from .fuse import FuseBlocks
 from .load import LoadNVFP4
 from .media import MediaCheck
+from .quantize import QuantizeCheckpoint
 from .report import RuntimeReport
 from .selftest import SelfTestDecode, SelfTestModel
 
 NODES: tuple[type[io.ComfyNode], ...] = (
     LoadNVFP4,
+    QuantizeCheckpoint,
     FuseBlocks,
     AttentionBackend,
     SelfTestModel,

@@ -10,7 +10,7 @@ import comfy.sd
 import comfy.utils
 import folder_paths
 import torch
-from comfy_api.latest import io
+from comfy_api.latest import io, ui
 
 from ..kernels import checkpoint
 from ..kernels.checkpoint import layout as file_layout
@@ -26,9 +26,7 @@ def direct_read_default() -> bool:
     return os.environ.get("H3_DISABLE_MMAP", "").strip() == "1"
 
 
-def load_h3(
-    path: str, layout: str = "auto", direct: bool = False, compute_dtype=None, disable_dynamic: bool = False
-):
+def load_h3(path: str, layout: str = "auto", direct: bool = False, compute_dtype=None, disable_dynamic: bool = False):
     """Load an H3 diffusion model from a safetensors file.
 
     Args:
@@ -45,8 +43,13 @@ def load_h3(
         CheckpointError: the file is damaged, not an H3, or its NVFP4 layers contradict the layout.
         ValueError: ComfyUI would run the model in fp16.
     """
+    return load_and_describe(path, layout, direct, compute_dtype, disable_dynamic)[0]
+
+
+def load_and_describe(path, layout="auto", direct=False, compute_dtype=None, disable_dynamic=False):
+    """:func:`load_h3`, and what was found in the file and will run natively here, as a short text."""
     name = os.path.basename(path)
-    # The header is judged before anything is allocated, so a bad file leaves the model in use untouched.
+    # The file is judged before anything is allocated, so a bad one leaves the model in use untouched.
     header = checkpoint.read_header(path)
     if not file_layout.is_h3(header.tensors):
         raise checkpoint.CheckpointError(
@@ -56,12 +59,19 @@ def load_h3(
             "the file has no video_patch_proj and audio_patch_proj, so it is not a MiniMax H3 diffusion model; "
             "choose an H3 file (text encoders and VAEs have loaders of their own)",
         )
+    cancelled = comfy.model_management.throw_exception_if_processing_interrupted
+    found = checkpoint.verify(path, header, layout, progress=lambda done, total: cancelled())
     if direct:
         progress = comfy.utils.ProgressBar(100)
+        shown = -1
 
         def report(done: int, total: int) -> None:
-            comfy.model_management.throw_exception_if_processing_interrupted()
-            progress.update_absolute(done * 100 // max(total, 1), 100)
+            nonlocal shown
+            cancelled()
+            percent = done * 100 // max(total, 1)
+            if percent > shown:
+                shown = percent
+                progress.update_absolute(percent, 100)
 
         state_dict, metadata = checkpoint.load(path, "cpu", direct=True, progress=report)
     else:
@@ -91,10 +101,67 @@ def load_h3(
     if compute_dtype is not None:
         patcher.model.manual_cast_dtype = compute_dtype
     refuse_fp16(patcher.model.get_dtype_inference(), name)
+    formats = {layer.format for layer in info["layers"].values()}
     fp4_layers = sum(layer.format == "nvfp4" for layer in info["layers"].values())
     warn_slow_fp4(fp4_layers, comfy.model_management.supports_nvfp4_compute(patcher.load_device))
     patcher.cached_patcher_init = (load_h3, (path, layout, direct, compute_dtype))
-    return patcher
+    summary = checkpoint.summary(header, found, name)
+    return patcher, describe(summary, info, direct, {name: native(name, patcher.load_device) for name in formats})
+
+
+def describe(summary: dict, info: dict, direct: bool, here: dict[str, str]) -> str:
+    """What a file holds and how it will run, in a few lines.
+
+    Args:
+        summary: of ``checkpoint.summary``.
+        info: of ``checkpoint.normalise``.
+        here: quantised format -> how this device runs it.
+    """
+    adaln = {"pruned": "pruned (AdaLN from a time table)", "full": "full (AdaLN from the time embedder)"}
+    lines = [
+        f"{summary['file']}: MiniMax H3, {adaln[summary['adaln']]}, {summary['blocks']} blocks and "
+        f"{summary['refiner_blocks']} refiner blocks, {summary['bytes'] / 2**30:.2f} GiB"
+    ]
+    for kind, counts in sorted(summary["formats"].items()):
+        lines.append(f"  {kind}: " + ", ".join(f"{name} x{count}" for name, count in sorted(counts.items())))
+    layers, static = len(info["layers"]), summary["static_scales"]
+    if layers:
+        scales = f"static in {static} of {layers} quantised layers" if static else "dynamic, measured at every step"
+        lines.append(f"activation scales: {scales}")
+    if info["layout"] is not None:
+        lines.append(f"NVFP4 byte order: {info['layout']}, by {info['layout_from']}")
+    lines += [f"{name} here: {how}" for name, how in sorted(here.items())]
+    lines.append("read: directly into memory" if direct else "read: through ComfyUI's memory map")
+    return "\n".join(lines)
+
+
+def native(name: str, device: torch.device) -> str:
+    """How layers of a format are multiplied on a device, and why not natively where they are not."""
+    management = comfy.model_management
+    slow = "right but slow: dequantised for every multiply, because "
+    if name == "nvfp4":
+        if not management.supports_nvfp4_compute(device):
+            return f"{slow}{_device(device)} has no FP4 matrix multiply (compute capability 10.0 or newer has)"
+        if old_cuda() is not None:
+            return f"{slow}torch is built for CUDA {old_cuda()} and comfy-kitchen's kernels need 13.0"
+        return "natively, FP4 times FP4"
+    if name.startswith("float8"):
+        if not management.supports_fp8_compute(device):
+            return f"{slow}{_device(device)} has no FP8 matrix multiply (compute capability 8.9 or newer has)"
+        return "natively, FP8 times FP8"
+    return "as ComfyUI runs it"
+
+
+def _device(device: torch.device) -> str:
+    if device.type != "cuda":
+        return str(device)
+    return "{} with compute capability {}.{}".format(device, *torch.cuda.get_device_capability(device))
+
+
+def old_cuda() -> str | None:
+    """The CUDA version that torch is built for, where it is too old for comfy-kitchen's kernels."""
+    version = torch.version.cuda
+    return version if version is not None and tuple(map(int, version.split(".")[:2])) < (13, 0) else None
 
 
 def refuse_fp16(dtype: torch.dtype, file: str) -> None:
@@ -120,12 +187,11 @@ def warn_slow_fp4(layers: int, native: bool) -> None:
             layers,
         )
         return
-    version = torch.version.cuda
-    if layers and version is not None and tuple(map(int, version.split(".")[:2])) < (13, 0):
+    if layers and old_cuda() is not None:
         log.warning(
             "H3 Blackwell: torch is built for CUDA %s; comfy-kitchen's CUDA backend needs 13.0, so NVFP4 will run "
             "slower than bf16. Install a cu130 build of torch.",
-            version,
+            old_cuda(),
         )
 
 
@@ -140,7 +206,8 @@ class LoadNVFP4(io.ComfyNode):
             category="H3 Blackwell/loaders",
             description=(
                 "Loads a MiniMax H3 diffusion model. NVFP4 layers are checked before anything is allocated, and "
-                "ModelOpt's nibble order and scale layout are converted. Every H3 file that ComfyUI reads loads too."
+                "ModelOpt's nibble order and scale layout are converted. Every H3 file that ComfyUI reads loads too. "
+                "Shows what the file holds and what of it runs natively here."
             ),
             search_aliases=["nvfp4", "fp4", "h3", "minimax", "unet", "diffusion model", "modelopt", "blackwell"],
             inputs=[
@@ -173,4 +240,5 @@ class LoadNVFP4(io.ComfyNode):
     @classmethod
     def execute(cls, unet_name, direct_read, layout) -> io.NodeOutput:
         path = folder_paths.get_full_path_or_raise("diffusion_models", unet_name)
-        return io.NodeOutput(load_h3(path, layout, direct_read))
+        model, text = load_and_describe(path, layout, direct_read)
+        return io.NodeOutput(model, ui=ui.PreviewText(text))

@@ -20,7 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workflow_notes import BENCH_ATTENTION_NOTE, BENCH_NOTE, PROMPTS, REAL_NOTE, SELFTEST_NOTE, TASK_NOTES
+from workflow_notes import (
+    BENCH_ATTENTION_NOTE,
+    BENCH_NOTE,
+    PROMPTS,
+    QUANTIZE_NOTE,
+    REAL_NOTE,
+    SELFTEST_NOTE,
+    TASK_NOTES,
+)
 
 WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
 REGISTRY_ID = "h3-blackwell-runtime"  # tells a frontend without this pack what to install
@@ -37,6 +45,7 @@ WIDTHS = {
     "H3BW_RuntimeReport": 560,
     "H3BW_BenchKernels": 900,
     "H3BW_BenchAttention": 1100,
+    "H3BW_QuantizeCheckpoint": 640,
 }
 WIDE_LOADERS = ("H3BW_LoadNVFP4", "CLIPLoader", "VAELoader")
 # Room for what a node shows beside its sockets and widgets, in pixels.
@@ -48,6 +57,7 @@ EXTRA_HEIGHT = {
     "H3BW_RuntimeReport": 300,
     "H3BW_BenchKernels": 900,
     "H3BW_BenchAttention": 700,
+    "H3BW_QuantizeCheckpoint": 620,
 }
 BLUE, GREEN, PURPLE, GREY = "#3f789e", "#88aa88", "#a1309b", "#999999"
 
@@ -499,6 +509,19 @@ def bench_attention(object_info: dict[str, Any]) -> Graph:
     return graph
 
 
+def quantize_checkpoint(object_info: dict[str, Any]) -> Graph:
+    """A bf16 file to NVFP4: one node."""
+    graph = Graph("quantize_checkpoint", object_info)
+    node = graph.add(
+        "H3BW_QuantizeCheckpoint",
+        unet_name="minimax_h3_fl2va_pruned_bf16.safetensors",
+        filename_prefix="h3bw/quantize_checkpoint",
+    )
+    note = graph.explain(QUANTIZE_NOTE)
+    graph.lay_out([Group("Read me", [[note]], GREY)], [Group("To NVFP4", [[node]], GREEN)])
+    return graph
+
+
 def build(object_info: dict[str, Any]) -> list[Graph]:
     """Every workflow of the pack."""
     return [
@@ -509,6 +532,7 @@ def build(object_info: dict[str, Any]) -> list[Graph]:
         real("h3_ref2va_nvfp4", object_info, "minimax_h3_ref2va_pruned_nvfp4.safetensors", "ref2va"),
         bench_kernels(object_info),
         bench_attention(object_info),
+        quantize_checkpoint(object_info),
     ]
 
 

@@ -131,3 +131,29 @@ if matplotlib is installed.
 
 Without a browser: `comfy run --workflow workflows/api/bench_attention.json --wait`.
 """
+
+QUANTIZE_NOTE = """# A bf16 or fp8 MiniMax H3 to NVFP4
+
+Choose your file and press **Run**. The result lands in `output/diffusion_models`, where every loader looks too \
+(refresh the list with **R**), under the source's name with `_nvfp4` unless `output_name` says otherwise. ComfyUI's \
+own *Load Diffusion Model* reads it as well.
+
+| | |
+|---|---|
+| **sources** | bf16, fp16, fp32 or fp8 (with its scales), pruned or full, with a prefix or without |
+| **quantised** | `attn.qkv_proj`, `attn.out_proj`, `mlp.fc1` and `mlp.fc2` of every block |
+| **left as it is** | AdaLN and its table, patch projections, embedders, norms, text refiner, output heads |
+| **`scale`** | `adaptive` tries six scales for every 16 weights and leaves 8 to 14 % less error than `amax`, \
+ComfyUI's way; same format, same speed of the model, several times slower to make |
+| **`keep_layers`** | what stays in the source's precision, for a mixed file: `blocks.0, blocks.49.mlp.fc2, mlp.fc2` |
+
+It reads and writes tensor by tensor: a few GB of memory do. The file is written under a hidden name and renamed when \
+it is whole and on the disk; a cancel leaves nothing, and an existing file is never replaced.
+
+The node shows the relative weight error of every layer; the report (JSON) and the picture are \
+`output/h3bw/quantize_checkpoint_*`. About 0.08 to 0.095 is usual for NVFP4. A layer far above the others is a \
+candidate for `keep_layers`.
+
+Without a browser: `comfy run --workflow workflows/api/quantize_checkpoint.json --wait`, or, without ComfyUI, in the \
+pack's folder: `python -m kernels.checkpoint source.safetensors target.safetensors`.
+"""

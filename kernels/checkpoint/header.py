@@ -3,8 +3,8 @@
 A safetensors file is ``<u64 little endian: header bytes> <JSON header, padded with spaces> <data>``; the header maps
 each name to ``{"dtype", "shape", "data_offsets": [begin, end]}``, offsets counted from the start of the data, and may
 carry ``"__metadata__"``, a map of strings. Everything that can be wrong with that is found here, before a byte of data
-is read
-or a tensor allocated: stricter than safetensors 0.8, which takes the last of two equal names without a word.
+is read or a tensor allocated: never looser than safetensors 0.8 (``tests/fuzz_headers.py``), and stricter, because that
+takes the last of two equal names without a word.
 """
 
 import json
@@ -215,8 +215,11 @@ def _tensor_info(file: str, name: str, entry: object) -> TensorInfo:
     shown = _shown(name)
     if not _is_text(name):
         raise CheckpointError("bad_name", file, shown, "the name is not Unicode text")
-    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
-        raise CheckpointError("bad_entry", file, shown, "wanted an object with dtype, shape and data_offsets")
+    # No other member either: the library skips one, but not one that its JSON parser cannot read, and ours reads more.
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(
+            "bad_entry", file, shown, "wanted an object with dtype, shape and data_offsets, and nothing else"
+        )
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
         raise CheckpointError(

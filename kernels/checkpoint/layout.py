@@ -5,13 +5,15 @@ A quantised linear ``L`` is ``L.weight`` with ``L.weight_scale`` and, for NVFP4,
 
 * per layer: ``L.comfy_quant``, uint8 bytes of JSON such as ``{"format": "nvfp4"}``; nothing but NULs counts as absent;
 * per file: the metadata entry ``_quantization_metadata``, JSON ``{"layers": {L: {"format": ...}}}``;
-* not at all: a uint8 weight with both scales is then taken for NVFP4.
+* not at all: a uint8 weight with both scales is then taken for NVFP4, an fp8 weight with ``weight_scale`` for scaled
+  fp8.
 
 The byte order within NVFP4 tensors cannot be seen in shapes. Markers and metadata mean ComfyUI's order (even element in
 the high nibble, scales in 128x4 tiles); ``modelopt`` (low nibble, row-major scales) has to be declared.
 """
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -21,7 +23,7 @@ from .. import nvfp4
 from .arrangement import evidence
 from .dtypes import NAMES
 from .header import CheckpointError, TensorInfo
-from .writer import NVFP4_MARKER, marker_tensor
+from .writer import marker_tensor
 
 PREFIXES = ("", "model.diffusion_model.", "model.model.", "net.", "model.")
 """What may stand before the keys of the diffusion model in files ComfyUI loads."""
@@ -40,6 +42,7 @@ REQUIRED_SCALES = {
     "convrot_w4a4": ("weight_scale",),
     "asym_w4a8_int8": ("weight_scale",),
 }
+FP8 = {"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
 _COMPANIONS = ("weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale", MARKER)
 
 
@@ -132,6 +135,8 @@ def find_layers(
         source, conf = confs.get(layer, ("inferred", None))
         if conf is None and info.dtype == "U8" and len(info.shape) == 2:
             conf = {"format": "nvfp4"}
+        if conf is None and info.dtype in FP8 and present == ["weight_scale"]:
+            conf = {"format": FP8[info.dtype]}
         if conf is None:
             if present:
                 raise CheckpointError(
@@ -219,8 +224,7 @@ def normalise(
     for key in [key for key in out if key.rpartition(".")[2] == MARKER]:
         del out[key]  # the absent ones too: ComfyUI would try to read their NULs as JSON
     for name, layer in layers.items():
-        text = json.dumps(dict(layer.conf)).encode() if layer.source != "inferred" else NVFP4_MARKER
-        out[f"{name}.{MARKER}"] = marker_tensor(text)
+        out[f"{name}.{MARKER}"] = marker_tensor(marker_text(layer.conf))
     layout_from = (
         "marker" if said is not None else "declared" if declared != "auto" else "evidence" if found else "assumption"
     )
@@ -235,6 +239,11 @@ def normalise(
         "metadata": {key: value for key, value in metadata.items() if key != QUANT_METADATA},
     }
     return out, info
+
+
+def marker_text(conf: Mapping) -> bytes:
+    """The bytes of a ``comfy_quant`` marker that says `conf`."""
+    return json.dumps(dict(conf)).encode()
 
 
 def marker_bytes(file: str, key: str, tensor: torch.Tensor) -> bytes:
@@ -306,10 +315,10 @@ def _conf(file: str, layer: str, conf: object, code: str) -> dict:
     return conf
 
 
-def _check_values(file: str, name: str, out: dict[str, torch.Tensor], declared: str) -> None:
-    """Check dtypes, shapes and values of an NVFP4 layer; leave its scales as e4m3 and fp32 0-d in `out`."""
-    codes, scales = out[f"{name}.weight"], out[f"{name}.weight_scale"]
-    if codes.dtype != torch.uint8 or codes.ndim != 2:
+def check_shapes(file: str, name: str, infos: Mapping[str, TensorInfo], declared: str) -> None:
+    """Check dtypes and shapes of an NVFP4 layer from its header entries."""
+    codes, scales = infos[f"{name}.weight"], infos[f"{name}.weight_scale"]
+    if codes.dtype != "U8" or len(codes.shape) != 2:
         raise CheckpointError(
             "bad_weight", file, name, f"NVFP4 codes must be a uint8 matrix, are {codes.dtype} {list(codes.shape)}"
         )
@@ -326,46 +335,70 @@ def _check_values(file: str, name: str, out: dict[str, torch.Tensor], declared: 
             name,
             f"has {rows} rows; ComfyUI's NVFP4 codes are padded to {nvfp4.ROW_MULTIPLE}; is it layout modelopt?",
         )
-    if scales.dtype not in (torch.uint8, torch.float8_e4m3fn) or tuple(scales.shape) not in shapes:
+    if scales.dtype not in ("U8", "F8_E4M3") or scales.shape not in shapes:
         raise CheckpointError(
             "bad_scale",
             file,
             f"{name}.weight_scale",
-            f"is {scales.dtype} {list(scales.shape)}; {rows}x{cols} codes want float8_e4m3fn (or its bytes) "
+            f"is {scales.dtype} {list(scales.shape)}; {rows}x{cols} codes want F8_E4M3 (or its bytes as U8) "
             f"{' or '.join(str(list(s)) for s in shapes)}",
         )
+    for part in ("weight_scale_2", "input_scale"):
+        info = infos.get(f"{name}.{part}")
+        if info is not None and (math.prod(info.shape) != 1 or info.dtype not in ("F32", "F16", "BF16", "F64")):
+            raise CheckpointError(
+                "bad_scale",
+                file,
+                f"{name}.{part}",
+                f"must be one floating point number, is {info.dtype} {list(info.shape)}",
+            )
+
+
+def check_number(file: str, key: str, number: float) -> None:
+    """Refuse a decode or activation scale that no tensor can have. 0 is left to who knows the codes."""
+    if not 0 <= number < float("inf"):
+        raise CheckpointError("bad_scale", file, key, f"is {number}; wanted a finite number that is not negative")
+    if number == 0 and key.endswith(".input_scale"):
+        raise CheckpointError("bad_scale", file, key, "is 0; a static activation scale is amax/2688 and positive")
+
+
+def bad_block_scales(file: str, key: str, count: int) -> CheckpointError:
+    """The error for block scales that are NaN (0x7F, 0xFF) or negative (from 0x80 on)."""
+    return CheckpointError(
+        "bad_scale",
+        file,
+        key,
+        f"has {count} block scales that are NaN or negative (bytes 0x7F to 0xFF); the file is damaged",
+    )
+
+
+def zero_decode_scale(file: str, key: str) -> CheckpointError:
+    """The error for a layer that its scale turns into zeros though it has codes."""
+    return CheckpointError("bad_scale", file, key, "is 0 though the layer has non-zero codes; the file is damaged")
+
+
+def _check_values(file: str, name: str, out: dict[str, torch.Tensor], declared: str) -> None:
+    """Check shapes and values of an NVFP4 layer; leave its scales as e4m3 and fp32 0-d in `out`."""
+    parts = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+    keys = [f"{name}.{part}" for part in parts if f"{name}.{part}" in out]
+    check_shapes(file, name, infos_of({key: out[key] for key in keys}), declared)
+    codes, scales = out[f"{name}.weight"], out[f"{name}.weight_scale"]
     raw = scales.view(torch.uint8)
     bad = int((raw >= 0x7F).sum())
     if bad:
-        raise CheckpointError(
-            "bad_scale",
-            file,
-            f"{name}.weight_scale",
-            f"has {bad} block scales that are NaN or negative (bytes 0x7F to 0xFF); the file is damaged",
-        )
+        raise bad_block_scales(file, f"{name}.weight_scale", bad)
     out[f"{name}.weight_scale"] = raw.view(torch.float8_e4m3fn)
 
     decode = _scalar(file, f"{name}.weight_scale_2", out)
     if float(decode) == 0 and bool(codes.any()):
-        raise CheckpointError(
-            "bad_scale", file, f"{name}.weight_scale_2", "is 0 though the layer has non-zero codes; the file is damaged"
-        )
-    if f"{name}.input_scale" in out and float(_scalar(file, f"{name}.input_scale", out)) == 0:
-        raise CheckpointError(
-            "bad_scale", file, f"{name}.input_scale", "is 0; a static activation scale is amax/2688 and positive"
-        )
+        raise zero_decode_scale(file, f"{name}.weight_scale_2")
+    if f"{name}.input_scale" in out:
+        _scalar(file, f"{name}.input_scale", out)
 
 
 def _scalar(file: str, key: str, out: dict[str, torch.Tensor]) -> torch.Tensor:
-    value = out[key]
-    if value.numel() != 1 or not value.dtype.is_floating_point:
-        raise CheckpointError(
-            "bad_scale", file, key, f"must be one floating point number, is {value.dtype} {list(value.shape)}"
-        )
-    number = float(value)
-    if not 0 <= number < float("inf"):
-        raise CheckpointError("bad_scale", file, key, f"is {number}; wanted a finite number that is not negative")
-    out[key] = value.to(torch.float32).reshape(())
+    check_number(file, key, float(out[key]))
+    out[key] = out[key].to(torch.float32).reshape(())
     return out[key]
 
 

@@ -1,19 +1,18 @@
-"""Loading a safetensors file without a memory map, and describing one without loading it."""
+"""Loading a safetensors file without a memory map."""
 
 import os
-from collections import Counter
 from collections.abc import Callable
-from typing import BinaryIO
 
 import safetensors.torch
 import torch
 
-from . import layout
+from . import memory, pieces, staging
 from .dtypes import TORCH_DTYPES
-from .header import CheckpointError, Header, TensorInfo, read_header
+from .header import CheckpointError, Header, read_header
 
-CHUNK_BYTES = 8 << 20
+CHUNK_BYTES = 4 << 20
 """Largest read between two calls of `progress`, hence between two chances to cancel."""
+MOST_THREADS = 8
 
 
 def load(
@@ -25,20 +24,22 @@ def load(
     """Load every tensor of a safetensors file.
 
     Args:
-        device: where the tensors end up; from the CPU they are moved one by one.
-        direct: read each tensor with ``readinto`` straight into storage of its own: the peak is the file's size (plus
-            one tensor for another device), no mapping of the file stays behind, and every tensor can be freed by
-            itself. With False ``safetensors.torch.load_file`` maps the file.
-        progress: ``progress(done_bytes, total_bytes)`` of tensor data, at 0, at least every percent and every 8 MiB,
-            and at the end. It may raise, to cancel: the file is closed and the exception passes. Without `direct` it is
-            called at the two ends only.
+        device: where the tensors end up.
+        direct: read each tensor straight into storage of its own, in file order and in several threads: the peak is the
+            file's size, no mapping of the file stays behind, and every tensor can be freed by itself. To a CUDA device
+            it goes through page-locked buffers of a bounded size (`staging.staging_bytes`), read and copy overlapping.
+            With False ``safetensors.torch.load_file`` maps the file.
+        progress: ``progress(done_bytes, total_bytes)`` of tensor data, from the calling thread: at 0, at least every
+            percent, every 4 MiB (8 MiB to a GPU) and every tenth of a second, and at the end. It may raise, to cancel:
+            the reads in flight are waited for, the file is closed, nothing stays page-locked and the exception passes.
+            Without `direct` it is called at the two ends only.
 
     Returns:
         Tensors by name, in the order of the header, contiguous, with the bytes of the file; and the file's metadata.
 
     Raises:
-        CheckpointError: those of `read_header`; ``dtype_unsupported`` for one that torch here lacks; ``truncated`` when
-            the file shrinks meanwhile.
+        CheckpointError: those of `read_header`; ``dtype_unsupported`` for one that torch here lacks; ``memory`` where
+            it will not fit, before anything is allocated; ``truncated`` when the file shrinks meanwhile.
     """
     path = os.fspath(path)
     header = read_header(path)
@@ -56,117 +57,56 @@ def load(
         if progress is not None:
             progress(total, total)
         return {name: tensors[name] for name in header.tensors}, dict(header.metadata)
+    device = torch.device(device)
+    staged = device.type == "cuda"
+    chunk = staging.CHUNK_BYTES if staged else CHUNK_BYTES
+    if progress is not None:
+        # a hundredth of the file, so that small files show progress too
+        chunk = max(1, min(chunk, total // 100))
+    threads = staging.threads_here() if staged else max(1, min(MOST_THREADS, pieces.cores()))
+    memory.require(file, total, device, staging.staging_bytes(threads, chunk) if staged else 0)
     try:
-        with open(path, "rb", buffering=0) as stream:
-            tensors = _read_all(stream, file, header, torch.device(device), progress)
+        with pieces.File(path) as source:
+            if staged:
+                raw = staging.load(source, header, staging.Cuda(device), progress, threads, chunk)
+            else:
+                raw = _into_host(source, header, progress, threads, chunk)
     except OSError as error:
         raise CheckpointError("unreadable", file, "", f"cannot be read: {error.strerror or error}") from error
+    tensors = {
+        name: raw[name].view(TORCH_DTYPES[info.dtype]).reshape(info.shape) for name, info in header.tensors.items()
+    }
+    if not staged and device.type != "cpu":
+        tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     return tensors, dict(header.metadata)
 
 
-def inspect(path: str | os.PathLike) -> dict:
-    """Describe a checkpoint from its header and its quantisation markers alone.
-
-    Returns:
-        A dict that JSON can hold: ``file``, ``bytes``, ``tensors``, ``metadata_keys``, ``is_h3``, ``prefix``,
-        ``blocks``, ``refiner_blocks``, ``adaln`` (``pruned``, ``full`` or None), ``formats`` (for each kind of linear
-        in the blocks, such as ``attn.qkv_proj``, how many layers have which format or dtype), ``format_sources``
-        (layers by ``marker``, ``metadata``, ``inferred``), ``static_scales`` (layers with an ``input_scale``),
-        ``bytes_by_dtype``.
-
-    Raises:
-        CheckpointError: those of `read_header` and of `layout.find_layers`.
-    """
-    path = os.fspath(path)
-    header = read_header(path)
-    file = os.path.basename(path)
-    markers = _read_markers(path, file, header)
-    layers = layout.find_layers(header.tensors, header.metadata, markers, file)
-    prefix = layout.prefix_of(header.tensors)
-    base = prefix or ""
-    formats: dict[str, Counter] = {}
-    bytes_by_dtype: Counter = Counter()
-    for name, info in header.tensors.items():
-        bytes_by_dtype[info.dtype] += info.nbytes
-        parts = name[len(base) :].split(".")
-        if name.startswith(base) and parts[0] == "blocks" and parts[-1] == "weight" and len(info.shape) == 2:
-            layer = layers.get(name[: -len(".weight")])
-            formats.setdefault(".".join(parts[2:-1]), Counter())[layer.format if layer else info.dtype] += 1
-    adaln = None
-    if prefix is not None:
-        adaln = "pruned" if f"{base}adaln_t_table" in header.tensors else "full"
-    return {
-        "file": file,
-        "bytes": header.file_bytes,
-        "tensors": len(header.tensors),
-        "metadata_keys": sorted(header.metadata),
-        "is_h3": prefix is not None,
-        "prefix": prefix,
-        "blocks": _count(header, f"{base}blocks."),
-        "refiner_blocks": _count(header, f"{base}token_refiner.blocks."),
-        "adaln": adaln,
-        "formats": {kind: dict(counts) for kind, counts in formats.items()},
-        "format_sources": dict(Counter(layer.source for layer in layers.values())),
-        "static_scales": sum(layer.static_input for layer in layers.values()),
-        "bytes_by_dtype": dict(bytes_by_dtype),
-    }
+def read_tensor(source: pieces.File, header: Header, name: str) -> torch.Tensor:
+    """One tensor of a file, into memory of its own; the caller has `read_header`'s word for the file."""
+    info = header.tensors[name]
+    if info.dtype not in TORCH_DTYPES:
+        raise CheckpointError(
+            "dtype_unsupported", source.name, name, f"dtype {info.dtype} cannot be loaded by torch {torch.__version__}"
+        )
+    raw = torch.empty(info.nbytes, dtype=torch.uint8)
+    source.fill(header.data_offset + info.begin, [memoryview(raw.numpy())])
+    return raw.view(TORCH_DTYPES[info.dtype]).reshape(info.shape)
 
 
-def _read_all(
-    stream: BinaryIO, file: str, header: Header, device: torch.device, progress: Callable[[int, int], None] | None
+def _into_host(
+    source: pieces.File, header: Header, progress: Callable[[int, int], None] | None, threads: int, chunk: int
 ) -> dict[str, torch.Tensor]:
-    total = header.file_bytes - header.data_offset
-    # a hundredth of the file, so that small files show progress too
-    chunk = CHUNK_BYTES if progress is None else max(1, min(CHUNK_BYTES, total // 100))
-    reported = done = 0
-    if progress is not None:
-        progress(0, total)
-    tensors = dict.fromkeys(header.tensors)
-    for name, info in sorted(header.tensors.items(), key=lambda item: item[1].begin):
-        # bytes first, the dtype as a view: torch's allocation is aligned for every dtype
-        storage = torch.empty(info.nbytes, dtype=torch.uint8)
-        view = memoryview(storage.numpy())
-        stream.seek(header.data_offset + info.begin)
-        filled = 0
-        while filled < info.nbytes:
-            # no further than the next report, so that many small tensors do not stretch a step
-            count = stream.readinto(view[filled : filled + chunk - (done - reported)])
-            if not count:
-                raise CheckpointError(
-                    "truncated",
-                    file,
-                    name,
-                    f"ends after {filled} of {info.nbytes} bytes: the file changed while it was read",
-                )
-            filled += count
-            done += count
-            if done - reported == chunk or done == total:
-                reported = done
-                if progress is not None:
-                    progress(done, total)
-        tensors[name] = storage.view(TORCH_DTYPES[info.dtype]).reshape(info.shape).to(device)
-    return tensors
+    """uint8 vectors by name. Bytes first, the dtype later as a view: torch's memory is aligned for every dtype.
 
+    New memory costs more than copying a cached file into it, because the kernel clears each page when it is first
+    touched: that is what the threads share. Huge pages (``MADV_HUGEPAGE``) were tried and left out: see
+    ``research/REPRODUCIBILITY.md``.
+    """
+    raw = {name: torch.empty(info.nbytes, dtype=torch.uint8) for name, info in header.tensors.items()}
+    views = {name: memoryview(tensor.numpy()) for name, tensor in raw.items()}
 
-def _read_markers(path: str, file: str, header: Header) -> dict[str, bytes]:
-    markers = {}
-    try:
-        with open(path, "rb") as stream:
-            for name, info in header.tensors.items():
-                layer, _, part = name.rpartition(".")
-                if part == layout.MARKER:
-                    layout.check_marker(file, name, info)
-                    markers[layer] = _read_bytes(stream, header, info)
-    except OSError as error:
-        raise CheckpointError("unreadable", file, "", f"cannot be read: {error.strerror or error}") from error
-    return markers
+    def fill(part: pieces.Chunk) -> None:
+        source.fill(part.offset, [views[piece.name][piece.start : piece.stop] for piece in part.pieces])
 
-
-def _read_bytes(stream: BinaryIO, header: Header, info: TensorInfo) -> bytes:
-    stream.seek(header.data_offset + info.begin)
-    return stream.read(info.nbytes)
-
-
-def _count(header: Header, prefix: str) -> int:
-    """How many numbered children there are under `prefix`."""
-    return len({name[len(prefix) :].split(".")[0] for name in header.tensors if name.startswith(prefix)})
+    pieces.run(pieces.plan(header, chunk), fill, threads, progress)
+    return raw

@@ -163,7 +163,13 @@ def rows_nvfp4(x, decode_scale):
         heads, rows, head_dim = x.shape
         source = x.view(torch.int32)
         return _to_nvfp4(  # fmt: skip
-            source, source.stride(1), source.stride(0), head_dim // 2, rows, heads * head_dim, decode_scale,
+            source,
+            source.stride(1),
+            source.stride(0),
+            head_dim // 2,
+            rows,
+            heads * head_dim,
+            decode_scale,
             swiglu=False,
         )
 

@@ -69,8 +69,6 @@ def gate_residual_(
     _op.check_rows(OP.name, "x", x)
     _op.check_rows(OP.name, "gate", gate, x.shape[1])
     if y.shape != x.shape or y.dtype != x.dtype:
-        raise ValueError(
-            f"{OP.name}: y must be {tuple(x.shape)} {x.dtype} like x, have {tuple(y.shape)} {y.dtype}"
-        )
+        raise ValueError(f"{OP.name}: y must be {tuple(x.shape)} {x.dtype} like x, have {tuple(y.shape)} {y.dtype}")
     _op.check_segments(OP.name, segments, x.shape[0], gate.shape[0])
     return _op.run(OP, x.device, impl, x, gate, y, segments)

@@ -35,9 +35,7 @@ OP = _op.Op(
 )
 
 
-def swiglu_nvfp4(
-    gate_up: torch.Tensor, *, decode_scale: torch.Tensor | None = None, impl: str = "auto"
-) -> nvfp4.NVFP4:
+def swiglu_nvfp4(gate_up: torch.Tensor, *, decode_scale: torch.Tensor | None = None, impl: str = "auto") -> nvfp4.NVFP4:
     """:func:`swiglu` followed by :func:`nvfp4.quantize`, as one op, with both roundings of SwiGLU kept.
 
     Args:

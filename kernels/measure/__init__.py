@@ -9,6 +9,7 @@
     roofline    copy bandwidth of the device, and time against it
     stock       ComfyUI's unfused chains with comfy-kitchen's quantiser
     producers   ``run``: all of it for the ops of ``kernels.fused``
+    load_bench  ``run``: checkpoint loaders against one another
 
 Nothing here imports torch or asks a device before it is called, so a record can be validated anywhere.
 """

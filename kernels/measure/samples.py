@@ -76,9 +76,7 @@ def interval(differences: Sequence[float], seed: int) -> list[float]:
     # randbytes and choices may change between Python versions; random() is promised not to.
     draw = random.Random(seed).random
     count = len(differences)
-    medians = [
-        median([differences[int(draw() * count)] for _ in range(count)]) for _ in range(RESAMPLES)
-    ]
+    medians = [median([differences[int(draw() * count)] for _ in range(count)]) for _ in range(RESAMPLES)]
     tail = (1 - CONFIDENCE) / 2
     return [quantile(medians, tail), quantile(medians, 1 - tail)]
 

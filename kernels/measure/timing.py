@@ -175,8 +175,7 @@ def _round(stations: dict, order: list[str], baseline: str, on_cuda: bool) -> li
         pairs.append((before, after))
     after.synchronize()
     return [
-        before.elapsed_time(after) / stations[name].calls
-        for name, (before, after) in zip(order, pairs, strict=True)
+        before.elapsed_time(after) / stations[name].calls for name, (before, after) in zip(order, pairs, strict=True)
     ]
 
 

@@ -21,17 +21,19 @@ from typing import Any
 import make_workflows
 import pytest
 from comfy_server import PACK_FOLDER, PACK_ROOT, ComfyServer, clean_environment, make_base_directory
-from conftest import comfyui_folder
+from conftest import comfyui_folder, pack_module
 
 WORKFLOWS = PACK_ROOT / "workflows"
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
 SELFTESTS = [name for name in NAMES if name.startswith("selftest_")]
 BENCHES = [name for name in NAMES if name.startswith("bench_")]
-REAL = [name for name in NAMES if name not in SELFTESTS + BENCHES]
+CONVERSIONS = [name for name in NAMES if name.startswith("quantize_")]
+REAL = [name for name in NAMES if name not in SELFTESTS + BENCHES + CONVERSIONS]
 UI_FORMAT_OF = "0.30."  # the ComfyUI whose saved form of the core nodes the files have
 UI_ONLY = {"MarkdownNote"}
 FILE_INPUTS = {  # inputs that name a file, and the folder below the base directory where it is looked for
     ("H3BW_LoadNVFP4", "unet_name"): "models/diffusion_models",
+    ("H3BW_QuantizeCheckpoint", "unet_name"): "models/diffusion_models",
     ("CLIPLoader", "clip_name"): "models/text_encoders",
     ("VAELoader", "vae_name"): "models/vae",
     ("LoadImage", "image"): "input",
@@ -140,6 +142,7 @@ def test_twins():
     assert len(SELFTESTS) == 2
     assert len(REAL) == 3
     assert len(BENCHES) == 2
+    assert len(CONVERSIONS) == 1
 
 
 def test_files_are_what_the_generator_makes(server, object_info):
@@ -326,6 +329,38 @@ def test_bench_runs(name, server, comfy_cli, tmp_path):
     # What is promised of times is skipped on a CPU; what is promised of numbers holds there too.
     assert {gate["result"] for gate in record["gates"] if gate["reason"] != "a CPU is not measured"} == {"passed"}
     assert str(server.base) not in json.dumps(record)
+
+
+@pytest.mark.parametrize("form", ["api", "ui"])
+def test_conversion_runs(form, server, comfy_cli):
+    """The very file, with a tiny bf16 H3 under the name it asks for: an NVFP4 file, a report, a picture; once."""
+    checkpoint = pack_module("kernels.checkpoint")
+    (name,) = CONVERSIONS
+    (node,) = api_file(name).values()
+    source = server.base / "models/diffusion_models" / node["inputs"]["unet_name"]
+    made = server.base / "output/diffusion_models" / f"{source.stem}_nvfp4.safetensors"
+    checkpoint.write(source, *checkpoint.tiny_h3(quantise=False), overwrite=True)
+    try:
+        path = WORKFLOWS / "api" / f"{name}.json" if form == "api" else WORKFLOWS / f"{name}.json"
+        events = comfy_cli(path, "--wait")
+        assert events[-1]["ok"] is True
+        (output,) = server.history(events[-1]["data"]["prompt_id"])["outputs"].values()
+        assert "12 layers to NVFP4, scales adaptive" in output["text"][0]
+        (file,) = output["h3bw_report"]
+        report = json.loads((server.base / "output" / file["subfolder"] / file["filename"]).read_text("utf-8"))
+        assert len(report["layers"]) == 12 and str(server.base) not in json.dumps(report)
+        (picture,) = output["images"]
+        assert (server.base / "output" / picture["subfolder"] / picture["filename"]).read_bytes()[:4] == b"\x89PNG"
+        assert checkpoint.inspect(made)["formats"]["mlp.fc1"] == {"nvfp4": 3}
+        status, answer = server.post_prompt(api_file(name))
+        assert status == 200, answer
+        failed = error_of(server.wait(answer["prompt_id"]))
+        assert failed["exception_message"].startswith(f"{made.name}: exists already")
+        loaders = server.object_info()["UNETLoader"]["input"]["required"]["unet_name"]
+        assert made.name in json.dumps(loaders), "the new file is in the loaders' list at once"
+    finally:
+        source.unlink()
+        made.unlink(missing_ok=True)
 
 
 # ---------------------------------------------------------------- posted graphs

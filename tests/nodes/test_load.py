@@ -43,8 +43,6 @@ def load(name, direct=False, layout="auto"):
     return pack_module("nodes.load").LoadNVFP4.execute(name, direct, layout).result[0]
 
 
-
-
 def result(model):
     _, positive, latent = selftest()
     return sample(model, positive, latent, steps=2)
@@ -335,3 +333,79 @@ def test_environment_sets_the_default_of_direct_read(pack, monkeypatch):
             monkeypatch.setenv("H3_DISABLE_MMAP", value)
         widget = next(item for item in node.define_schema().inputs if item.id == "direct_read")
         assert widget.default is default
+
+
+def shown(name, direct=True, layout="auto"):
+    """The text under the node."""
+    return pack_module("nodes.load").LoadNVFP4.execute(name, direct, layout).ui.as_dict()["text"][0]
+
+
+def static(tensors):
+    return tensors | {f"blocks.{i}.mlp.fc1.input_scale": torch.tensor(0.01) for i in range(3)}
+
+
+def test_the_node_shows_what_the_file_holds(tiny_file):
+    text = shown(tiny_file("h3bw_text.safetensors", static))
+    lines = text.splitlines()
+    assert lines[0].startswith(
+        "h3bw_text.safetensors: MiniMax H3, pruned (AdaLN from a time table), 3 blocks and 2 refiner blocks, 0.0"
+    )
+    assert "  mlp.fc1: nvfp4 x3" in lines and "  adaln_proj.linear: F32 x3" in lines
+    assert "activation scales: static in 3 of 12 quantised layers" in lines
+    assert "NVFP4 byte order: comfy, by marker" in lines
+    assert (
+        "nvfp4 here: right but slow: dequantised for every multiply, because cpu has no FP4 matrix multiply "
+        "(compute capability 10.0 or newer has)" in lines
+    )
+    assert lines[-1] == "read: directly into memory"
+    assert "/" not in text and len(lines) < 14
+
+
+def test_the_node_shows_a_full_unquantised_file(tiny_file):
+    text = shown(tiny_file("h3bw_text.safetensors", adaln="full", quantise=False), direct=False)
+    assert "full (AdaLN from the time embedder)" in text and "  mlp.fc1: BF16 x3" in text
+    assert "here:" not in text and "activation scales" not in text and text.endswith("through ComfyUI's memory map")
+
+
+def test_what_runs_natively_and_why_not(pack, monkeypatch):
+    import comfy.model_management
+
+    module, gpu = pack_module("nodes.load"), torch.device("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 6))
+    for kind in ("nvfp4", "fp8"):
+        monkeypatch.setattr(comfy.model_management, f"supports_{kind}_compute", lambda device=None: False)
+    assert "cuda:0 with compute capability 8.6 has no FP4" in module.native("nvfp4", gpu)
+    assert "cuda:0 with compute capability 8.6 has no FP8" in module.native("float8_e4m3fn", gpu)
+    for kind in ("nvfp4", "fp8"):
+        monkeypatch.setattr(comfy.model_management, f"supports_{kind}_compute", lambda device=None: True)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "built for CUDA 12.8" in module.native("nvfp4", gpu)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert module.native("nvfp4", gpu) == "natively, FP4 times FP4"
+    assert module.native("float8_e4m3fn", gpu) == "natively, FP8 times FP8"
+    assert module.native("mxfp8", gpu) == "as ComfyUI runs it"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_damaged_scales_are_refused_before_a_tensor_is_read(tiny_file, direct, monkeypatch):
+    import comfy.utils
+
+    def edit(tensors):
+        scales = tensors["blocks.2.mlp.fc2.weight_scale"].clone()
+        scales.view(torch.uint8)[3, 5] = 0xFF
+        return tensors | {"blocks.2.mlp.fc2.weight_scale": scales}
+
+    name = tiny_file("h3bw_scales.safetensors", edit)
+    monkeypatch.setattr(comfy.utils, "load_torch_file", None)
+    monkeypatch.setattr(pack_module("kernels.checkpoint.pieces"), "run", None)
+    with pytest.raises(
+        pack_module("kernels.checkpoint").CheckpointError, match=f"^{name}: blocks.2.mlp.fc2.weight_scale"
+    ):
+        load(name, direct)
+
+
+def test_too_little_memory_reaches_the_user_with_both_numbers(tiny_file, monkeypatch):
+    name = tiny_file("h3bw_plain.safetensors")
+    monkeypatch.setattr(pack_module("kernels.checkpoint.memory"), "system_available", lambda: 1000)
+    with pytest.raises(pack_module("kernels.checkpoint").CheckpointError, match=r"needs .* GiB .*\(1000 bytes\)"):
+        load(name, direct=True)

@@ -11,6 +11,7 @@ pytestmark = pytest.mark.usefixtures("pack")
 # Ids are for ever: a workflow saved today must open in every later version.
 IDS = [
     "H3BW_LoadNVFP4",
+    "H3BW_QuantizeCheckpoint",
     "H3BW_FuseBlocks",
     "H3BW_AttentionBackend",
     "H3BW_SelfTestModel",
@@ -25,6 +26,7 @@ IDS = [
 # Saved workflows hold widget values by position: new widgets go to the end, and none moves.
 WIDGETS = {
     "H3BW_LoadNVFP4": ["unet_name", "direct_read", "layout"],
+    "H3BW_QuantizeCheckpoint": ["unet_name", "output_name", "scale", "keep_layers", "filename_prefix"],
     "H3BW_FuseBlocks": [
         "mode", "modulate", "swiglu", "attention_output", "elementwise", "scale_backend", "emulate"
     ],

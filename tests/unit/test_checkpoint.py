@@ -4,8 +4,6 @@ import json
 import os
 import pickle
 import struct
-import subprocess
-import sys
 import zipfile
 
 import pytest
@@ -82,6 +80,7 @@ BAD = {
     "data without tensors": ("trailing", safetensors_bytes("{}", b"\0")),
     "entry a list": ("bad_entry", safetensors_bytes({"a": [1]})),
     "entry without dtype": ("bad_entry", safetensors_bytes({"a": {"shape": [4], "data_offsets": [0, 4]}})),
+    "a member too many": ("bad_entry", one(strides=[1])),
     "unknown dtype": ("bad_dtype", one(dtype="F12")),
     "dtype a number": ("bad_dtype", one(dtype=8)),
     "dtype a list": ("bad_dtype", one(dtype=[])),
@@ -260,43 +259,6 @@ def test_reader_reads_files_that_safetensors_wrote(tmp_path):
     assert all(same_bits(got[name], tensors[name]) for name in tensors)
 
 
-def test_direct_read_keeps_no_mapping_and_own_storages(tmp_path):
-    path = tmp_path / "big.safetensors"
-    checkpoint.write(path, {f"t{i}": torch.full((1 << 18,), i, dtype=torch.float32) for i in range(4)})
-    tensors, _ = checkpoint.load(path)
-    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors.values()}) == 4
-    assert all(tensor.untyped_storage().nbytes() == 1 << 20 for tensor in tensors.values())
-    if sys.platform == "linux":
-        with open("/proc/self/maps") as maps:
-            assert "big.safetensors" not in maps.read()
-    os.truncate(path, 0)
-    assert all(float(tensors[f"t{i}"].sum()) == i * (1 << 18) for i in range(4))
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="a process's own peak is read from /proc")
-def test_direct_read_peaks_at_about_the_file_size(tmp_path):
-    """In a process of its own, because a peak is a high-water mark."""
-    path = tmp_path / "big.safetensors"
-    size = 96 << 20
-    checkpoint.write(path, {f"t{i}": torch.ones(size // 24, dtype=torch.uint8) for i in range(24)})
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    code = f"""
-import importlib.util, sys
-folder = {os.path.join(root, "kernels")!r}
-spec = importlib.util.spec_from_file_location("k", folder + "/__init__.py", submodule_search_locations=[folder])
-sys.modules["k"] = importlib.util.module_from_spec(spec); spec.loader.exec_module(sys.modules["k"])
-from k import checkpoint
-def peak():
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
-before = peak()
-kept = checkpoint.load({str(path)!r})
-print((peak() - before) / {size})
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert 0.9 < float(done.stdout) < 1.15
-
-
 def test_progress_moves_every_percent_and_may_cancel(tmp_path):
     path = tmp_path / "model.safetensors"
     checkpoint.write(
@@ -323,18 +285,6 @@ def test_progress_moves_every_percent_and_may_cancel(tmp_path):
     calls.clear()
     checkpoint.load(path, direct=False, progress=lambda done, total: calls.append((done, total)))
     assert calls == [(0, total), (total, total)]
-
-
-def test_reads_are_at_most_8_mib(tmp_path, monkeypatch):
-    """A cancel within a second needs small steps; the step is really taken from CHUNK_BYTES."""
-    assert reader.CHUNK_BYTES == 8 << 20
-    monkeypatch.setattr(reader, "CHUNK_BYTES", 100)
-    path = tmp_path / "model.safetensors"
-    checkpoint.write(path, {"a": torch.arange(60_000, dtype=torch.int32)})
-    calls = []
-    tensors, _ = checkpoint.load(path, progress=lambda done, _: calls.append(done))
-    assert len(calls) == 2401
-    assert torch.equal(tensors["a"], torch.arange(60_000, dtype=torch.int32))
 
 
 def test_file_that_shrinks_while_it_is_read(tmp_path):

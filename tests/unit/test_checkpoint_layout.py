@@ -225,43 +225,43 @@ def test_case_25_uint8_scales_are_viewed():
     assert got["a.fc1.weight_scale"].data_ptr() == want.data_ptr()
 
 
-@pytest.mark.parametrize(
-    ("change", "code"),
-    [
-        ({"weight": None}, "scale_without_weight"),
-        ({"weight_scale": None}, "weight_without_scale"),
-        ({"weight_scale_2": None}, "weight_without_scale"),
-        ({"weight_scale": None, "weight_scale_2": None}, "weight_without_scale"),
-        ({"weight_scale": None, "weight_scale_2": None, "comfy_quant": None}, "weight_without_scale"),
-        ({"weight": torch.zeros(128, 64)}, "bad_weight"),
-        ({"weight": torch.zeros(128, 32, dtype=torch.uint8)[:, :31]}, "bad_weight"),
-        ({"weight": torch.zeros(120, 32, dtype=torch.uint8)}, "bad_weight"),
-        ({"weight": torch.zeros(128, 64), "comfy_quant": None}, "scale_without_format"),
-        ({"weight_scale": torch.zeros(128, 4)}, "bad_scale"),
-        ({"weight_scale": torch.zeros(128, 8, dtype=torch.uint8)}, "bad_scale"),
-        ({"weight_scale": torch.full((128, 4), 0x7F, dtype=torch.uint8)}, "bad_scale"),
-        ({"weight_scale": torch.full((128, 4), 0xFF, dtype=torch.uint8)}, "bad_scale"),
-        ({"weight_scale": torch.full((128, 4), 0x80, dtype=torch.uint8)}, "bad_scale"),
-        ({"weight_scale": torch.full((128, 4), 0xB8, dtype=torch.uint8)}, "bad_scale"),
-        ({"weight_scale_2": torch.tensor(float("nan"))}, "bad_scale"),
-        ({"weight_scale_2": torch.tensor(float("inf"))}, "bad_scale"),
-        ({"weight_scale_2": torch.tensor(-1.0)}, "bad_scale"),
-        ({"weight_scale_2": torch.tensor(0.0)}, "bad_scale"),
-        ({"weight_scale_2": torch.ones(2)}, "bad_scale"),
-        ({"weight_scale_2": torch.tensor(1)}, "bad_scale"),
-        ({"input_scale": torch.tensor(0.0)}, "bad_scale"),
-        ({"input_scale": torch.tensor(float("nan"))}, "bad_scale"),
-        ({"comfy_quant": marker("{")}, "bad_marker"),
-        ({"comfy_quant": marker(b"\xff\xfe")}, "bad_marker"),
-        ({"comfy_quant": marker("[" * 60_000)}, "bad_marker"),
-        ({"comfy_quant": marker("[1]")}, "bad_marker"),
-        ({"comfy_quant": marker('{"format": "nvfp5"}')}, "unknown_format"),
-        ({"comfy_quant": marker('{"format": ["nvfp4"]}')}, "unknown_format"),
-        ({"comfy_quant": marker("{}")}, "unknown_format"),
-        ({"comfy_quant": torch.zeros(50_000_000, dtype=torch.uint8)}, "bad_marker"),
-        ({"comfy_quant": torch.zeros(19)}, "bad_marker"),
-    ],
-)
+BAD_LAYERS = [
+    ({"weight": None}, "scale_without_weight"),
+    ({"weight_scale": None}, "weight_without_scale"),
+    ({"weight_scale_2": None}, "weight_without_scale"),
+    ({"weight_scale": None, "weight_scale_2": None}, "weight_without_scale"),
+    ({"weight_scale": None, "weight_scale_2": None, "comfy_quant": None}, "weight_without_scale"),
+    ({"weight": torch.zeros(128, 64)}, "bad_weight"),
+    ({"weight": torch.zeros(128, 32, dtype=torch.uint8)[:, :31]}, "bad_weight"),
+    ({"weight": torch.zeros(120, 32, dtype=torch.uint8)}, "bad_weight"),
+    ({"weight": torch.zeros(128, 64), "comfy_quant": None}, "scale_without_format"),
+    ({"weight_scale": torch.zeros(128, 4)}, "bad_scale"),
+    ({"weight_scale": torch.zeros(128, 8, dtype=torch.uint8)}, "bad_scale"),
+    ({"weight_scale": torch.full((128, 4), 0x7F, dtype=torch.uint8)}, "bad_scale"),
+    ({"weight_scale": torch.full((128, 4), 0xFF, dtype=torch.uint8)}, "bad_scale"),
+    ({"weight_scale": torch.full((128, 4), 0x80, dtype=torch.uint8)}, "bad_scale"),
+    ({"weight_scale": torch.full((128, 4), 0xB8, dtype=torch.uint8)}, "bad_scale"),
+    ({"weight_scale_2": torch.tensor(float("nan"))}, "bad_scale"),
+    ({"weight_scale_2": torch.tensor(float("inf"))}, "bad_scale"),
+    ({"weight_scale_2": torch.tensor(-1.0)}, "bad_scale"),
+    ({"weight_scale_2": torch.tensor(0.0)}, "bad_scale"),
+    ({"weight_scale_2": torch.ones(2)}, "bad_scale"),
+    ({"weight_scale_2": torch.tensor(1)}, "bad_scale"),
+    ({"input_scale": torch.tensor(0.0)}, "bad_scale"),
+    ({"input_scale": torch.tensor(float("nan"))}, "bad_scale"),
+    ({"comfy_quant": marker("{")}, "bad_marker"),
+    ({"comfy_quant": marker(b"\xff\xfe")}, "bad_marker"),
+    ({"comfy_quant": marker("[" * 60_000)}, "bad_marker"),
+    ({"comfy_quant": marker("[1]")}, "bad_marker"),
+    ({"comfy_quant": marker('{"format": "nvfp5"}')}, "unknown_format"),
+    ({"comfy_quant": marker('{"format": ["nvfp4"]}')}, "unknown_format"),
+    ({"comfy_quant": marker("{}")}, "unknown_format"),
+    ({"comfy_quant": torch.zeros(50_000_000, dtype=torch.uint8)}, "bad_marker"),
+    ({"comfy_quant": torch.zeros(19)}, "bad_marker"),
+]
+
+
+@pytest.mark.parametrize(("change", "code"), BAD_LAYERS)
 def test_bad_layer_has_its_code_and_names_the_layer(change, code):
     layers = comfy_layers({"blocks.7.mlp.fc1": lognormal_rows(128, 64)})
     for part, tensor in change.items():
@@ -270,6 +270,73 @@ def test_bad_layer_has_its_code_and_names_the_layer(change, code):
     with pytest.raises(CheckpointError, match="blocks.7.mlp.fc1") as caught:
         checkpoint.normalise(layers)
     assert caught.value.code == code
+
+
+@pytest.mark.parametrize(("change", "code"), BAD_LAYERS)
+def test_bad_layer_is_refused_in_the_file_before_anything_is_allocated(tmp_path, monkeypatch, change, code):
+    """Scale bytes and scalars too: `verify` looks at them where they lie."""
+    layers = comfy_layers({"blocks.7.mlp.fc1": lognormal_rows(128, 64)})
+    for part, tensor in change.items():
+        layers[f"blocks.7.mlp.fc1.{part}"] = tensor
+    path = tmp_path / "model.safetensors"
+    checkpoint.write(path, {name: tensor.contiguous() for name, tensor in layers.items() if tensor is not None})
+    for maker in ("empty", "zeros", "tensor", "frombuffer"):
+        monkeypatch.setattr(torch, maker, None)
+    with pytest.raises(CheckpointError, match="blocks.7.mlp.fc1") as caught:
+        checkpoint.verify(str(path), checkpoint.read_header(path))
+    assert (caught.value.code, caught.value.file) == (code, "model.safetensors")
+
+
+def test_verify_takes_a_good_file_and_says_its_layers(tmp_path, tiny, monkeypatch):
+    inspection = pack_module("kernels.checkpoint.inspection")
+    monkeypatch.setattr(inspection, "_BUFFER_BYTES", 1000)
+    path = tmp_path / "model.safetensors"
+    checkpoint.write(path, *tiny)
+    calls = []
+    layers = checkpoint.verify(str(path), checkpoint.read_header(path), progress=lambda *call: calls.append(call))
+    assert len(layers) == 12 and {layer.source for layer in layers.values()} == {"marker"}
+    scales = sum(tensor.numel() for name, tensor in tiny[0].items() if name.endswith(".weight_scale"))
+    assert calls[-1] == (scales, scales) and max(b[0] - a[0] for a, b in zip(calls, calls[1:], strict=False)) <= 1000
+    zeros = comfy_layers({"a.fc1": torch.zeros(16, 16)})
+    checkpoint.write(path, zeros, overwrite=True)
+    checkpoint.verify(str(path), checkpoint.read_header(path))
+
+
+@pytest.mark.parametrize("at", [0, 999, 1000, -1])
+def test_one_bad_block_scale_anywhere_is_seen(tmp_path, at, monkeypatch):
+    inspection = pack_module("kernels.checkpoint.inspection")
+    monkeypatch.setattr(inspection, "_BUFFER_BYTES", 1000)
+    layers = comfy_layers({"a.fc1": lognormal_rows(256, 256)})
+    layers["a.fc1.weight_scale"].view(torch.uint8).view(-1)[at] = 0x7F
+    path = tmp_path / "model.safetensors"
+    checkpoint.write(path, layers)
+    with pytest.raises(CheckpointError, match="has 1 block scales that are NaN"):
+        checkpoint.verify(str(path), checkpoint.read_header(path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize(("value", "good"), [(0.5, True), (float("nan"), False), (-1.0, False), (0.0, False)])
+def test_an_activation_scale_of_any_float_type_is_read(tmp_path, dtype, value, good):
+    layers = comfy_layers({"a.fc1": lognormal_rows(16, 16)})
+    layers["a.fc1.input_scale"] = torch.tensor([value], dtype=dtype)
+    path = tmp_path / "model.safetensors"
+    checkpoint.write(path, layers)
+    if good:
+        checkpoint.verify(str(path), checkpoint.read_header(path))
+        return
+    with pytest.raises(CheckpointError, match="input_scale") as caught:
+        checkpoint.verify(str(path), checkpoint.read_header(path))
+    assert caught.value.code == "bad_scale"
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_scaled_fp8_without_metadata_is_known_by_its_dtype(dtype):
+    """ComfyUI alone would drop the scale; with the marker it does not."""
+    layers = {"a.fc1.weight": torch.ones(16, 16).to(dtype), "a.fc1.weight_scale": torch.tensor(2.0)}
+    got, info = checkpoint.normalise(layers)
+    name = str(dtype).removeprefix("torch.")
+    assert json.loads(bytes(got["a.fc1.comfy_quant"].tolist())) == {"format": name}
+    assert info["layers"]["a.fc1"].source == "inferred" and info["layout"] is None
 
 
 def test_huge_marker_is_refused_before_it_is_read(tmp_path):
