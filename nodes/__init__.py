@@ -7,6 +7,7 @@ from .bench_kernels import BenchKernels
 from .environment import Environment
 from .fuse import FuseBlocks
 from .load import LoadNVFP4
+from .lora import LoraSideBranch
 from .media import MediaCheck
 from .report import RuntimeReport
 from .selftest import SelfTestDecode, SelfTestModel
@@ -15,6 +16,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     LoadNVFP4,
     FuseBlocks,
     AttentionBackend,
+    LoraSideBranch,
     SelfTestModel,
     SelfTestDecode,
     RuntimeReport,

@@ -25,6 +25,7 @@ VARIABLES = {
 }
 # site -> the op that writes NVFP4 there
 PRODUCERS = {"modulate": "norm_modulate_nvfp4", "attention_output": "rows_nvfp4", "swiglu": "swiglu_nvfp4"}
+BESIDE = "rows_nvfp4"  # ... and from bf16 rows, for a linear with a side branch
 
 
 def hard_off(widget: str) -> bool:
@@ -112,6 +113,8 @@ class BlockPatch:
         for name, site in zip(adapt.LINEARS, ("modulate", "attention_output", "modulate", "swiglu"), strict=True):
             on = getattr(self.sites, site)
             reason = adapt.fp4_reason(block.get_submodule(name), self.sites.emulate_w4a4) if on else "switched off"
+            if on and adapt.side_forward(block.get_submodule(name)) is not None:
+                reason = reason or refused.get("beside")
             reason = reason or refused.get(site)
             if reason is not None:
                 recorder.bf16_inputs[name, reason] += 1
@@ -166,6 +169,10 @@ def sites_on(device: torch.device, sites: adapt.Sites, emulate: str = "off") -> 
         name, reasons = fused.best(op, device)
         if getattr(sites, site) and name == "reference":
             refused[site] = f"{op} is left out: {'; '.join(reasons.values()) or 'it has no kernel'}"
+    name, reasons = fused.best(BESIDE, device)
+    if sites.beside and name == "reference":
+        why = "; ".join(reasons.values()) or "it has no kernel"
+        refused["beside"] = f"{BESIDE}, which makes the codes beside a LoRA branch, is left out: {why}"
     norm = sites.norm if certify.norm_of(device) == "fused" else "aten"
     bf16_rows = sites.bf16_rows and emulate != "off"
     if refused or norm != sites.norm or bf16_rows != sites.bf16_rows:

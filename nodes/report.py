@@ -13,7 +13,7 @@ import torch
 from comfy_api.latest import io
 
 from ..kernels import certify
-from . import attention, output, run
+from . import attention, lora, output, run
 from .fuse import BlockPatch
 
 SCHEMA = "h3bw-report/1"
@@ -125,9 +125,7 @@ def overridden(model) -> list[str]:
             notes.append("a later node replaced the attention backend; it is in charge")
     if "FuseBlocks" in record.settings:
         table = options.get("patches_replace", {}).get("dit", {})
-        lost = [
-            key for key, patch in table.items() if key[0] == "double_block" and not isinstance(patch, BlockPatch)
-        ]
+        lost = [key for key, patch in table.items() if key[0] == "double_block" and not isinstance(patch, BlockPatch)]
         if lost:
             notes.append(f"a later node owns {len(lost)} blocks; they run fused only if it calls the original block")
     return notes
@@ -155,6 +153,7 @@ def build(model, latent=None, reference=None) -> dict:
         "environment": environment(),
         "run": record.as_dict() if record is not None else None,
         "notes": notes,
+        "stock_lora": lora.stock_patches(model),
         "certification": certify.status(model.load_device),
         "rungs": rungs,
         "latent_sha256": None if latent is None else digests(latent),
@@ -210,11 +209,13 @@ def as_text(report: dict) -> str:
             lines.append(f"peak device memory {record['peak_bytes'] / 2**30:.2f} GiB")
         for entry in record["bf16_inputs"]:
             lines.append(f"bf16 input for {entry['linear']} x {entry['calls']}: {entry['reason']}")
+        lines += lora.lines(record["settings"], record["side_branches"])
         for name in record["settings"].get("FuseBlocks", {}).get("forced_off_by_environment", ()):
             lines.append(f"{name}=0 in the environment switches this off")
     for entry in report["certification"]:
         if entry["state"] == certify.REFUSED:
             lines.append(f"{entry['op']} does not run as {entry['implementation']}: {entry['reason']}")
+    lines += lora.stock_lines(report["stock_lora"])
     lines += report["notes"]
     for rung in report["rungs"]:
         detail = f": {rung['reason']}" if rung["reason"] else ""
