@@ -4,6 +4,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .attention import AttentionBackend
 from .bench_kernels import BenchKernels
+from .calibrate import Calibrate, SaveCalibration
 from .environment import Environment
 from .fuse import FuseBlocks
 from .load import LoadNVFP4
@@ -17,6 +18,8 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     FuseBlocks,
     AttentionBackend,
     LoraSideBranch,
+    Calibrate,
+    SaveCalibration,
     SelfTestModel,
     SelfTestDecode,
     RuntimeReport,
