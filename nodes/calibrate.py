@@ -137,7 +137,8 @@ def target_file(filename: str) -> str:
     name = filename.removesuffix(".safetensors")
     if not name or len(name) > LONGEST_NAME or name.startswith(".") or any(c in '/\\:*?"<>|' or c < " " for c in name):
         raise ValueError(
-            f"filename must be a plain name of 1 to {LONGEST_NAME} characters, without folders, is {filename!r}"
+            f"filename must be a plain name of 1 to {LONGEST_NAME} characters, without folders, is "
+            f"{filename[:LONGEST_NAME]!r}"
         )
     return os.path.join(folder_paths.get_output_directory(), "diffusion_models", f"{name}.safetensors")
 
@@ -235,6 +236,8 @@ class SaveCalibration(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, latent, filename, headroom=1.25, clip_percent=0.0) -> io.NodeOutput:
+        if not (math.isfinite(headroom) and math.isfinite(clip_percent)):
+            raise ValueError(f"headroom and clip_percent must be finite numbers, are {headroom} and {clip_percent}")
         source, target = source_file(model), target_file(filename)
         if os.path.lexists(target):
             raise ValueError(f"{os.path.basename(target)} exists already; choose another name")

@@ -8,6 +8,7 @@ it under noise of 15 times its size (tests/nodes/test_lora.py measures both).
 from __future__ import annotations
 
 import logging
+import math
 import os
 import weakref
 from collections import Counter
@@ -176,6 +177,8 @@ class LoraSideBranch(io.ComfyNode):
     @classmethod
     def execute(cls, model, lora_name, strength) -> io.NodeOutput:
         dit = adapt.h3_model(model)
+        if not math.isfinite(strength):
+            raise ValueError(f"strength must be a finite number, is {strength}")
         path = folder_paths.get_full_path_or_raise("loras", lora_name)
         factors = load_factors(path, model)
         file = os.path.basename(path)

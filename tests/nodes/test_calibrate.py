@@ -206,6 +206,11 @@ def test_messages(tiny, folder, tmp_path):
     model, positive, latent = tiny
     with pytest.raises(ValueError, match="was not watched"):
         save(model, latent)
+    with pytest.raises(ValueError, match="must be finite numbers, are nan and 0.0"):
+        save(watch(model), latent, headroom=float("nan"))
+    with pytest.raises(ValueError, match="plain name") as caught:
+        save(watch(model), latent, "x" * 10_000_000)
+    assert len(str(caught.value)) < 1000
     with pytest.raises(ValueError, match="was not sampled yet"):
         save(watch(model), latent)
     homeless = watch(model)

@@ -450,6 +450,12 @@ def test_an_int8_fc2_is_refused(tiny, name, monkeypatch):
         side_branch(model, name)
 
 
+@pytest.mark.parametrize("strength", [float("nan"), float("inf")])
+def test_a_strength_that_is_no_number(tiny, name, strength):
+    with pytest.raises(ValueError, match="strength must be a finite number"):
+        side_branch(tiny[0], name, strength)
+
+
 def test_another_model_is_refused(pack, name):
     class Model:
         model = torch.nn.Linear(2, 2)
