@@ -29,6 +29,7 @@ from ..kernels import fused, nvfp4
 
 NVFP4_LAYOUT = "TensorCoreNVFP4Layout"
 LINEARS = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2")
+SIDE_RANK_MULTIPLE = 16  # ranks that the kernel of fused.swiglu_side takes
 BLOCK_PARAMETERS = ("self", "x", "t_emb", "mod_segments", "rope_freqs")
 # What core hands to a "double_block" replacement. `layout` (newer versions) informs patches; the block never sees it.
 REPLACE_ARGUMENTS = {"img", "t_emb", "mod_segments", "rope_freqs", "transformer_options", "layout"}
@@ -62,6 +63,8 @@ class Sites:
         impl: implementation asked of the registry.
         norm: "aten" (ComfyUI's own) or "fused", where that one is known to give the same bits.
         beside: write NVFP4 for a linear that has a side branch too: from bf16 rows, which the branch needs as well.
+        side_swiglu: add fc1's side branch inside SwiGLU where fc2 takes codes, if `elementwise` is on too. On a GPU
+            that is not to the bit what adding it first gives (see ``fused.swiglu_side``).
     """
 
     modulate: bool = True
@@ -73,6 +76,7 @@ class Sites:
     impl: str = "auto"
     norm: str = "aten"
     beside: bool = True
+    side_swiglu: bool = True
 
 
 # ---------------------------------------------------------------- guards
@@ -355,15 +359,20 @@ def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options
     if getattr(fc2.weight, "_layout_cls", None) not in (None, NVFP4_LAYOUT):
         y = block.mlp(h)  # another quantised format has a fused activation of its own in core
     else:
-        gate_up = block.mlp.fc1(h)
-        side = side_forward(fc2)
-        if sites.swiglu and takes_codes(fc2, side) and side is not None:
-            z = codes_of(fused.swiglu(gate_up, impl=sites.impl), fc2, side)
-        elif sites.swiglu and takes_codes(fc2, side):
-            q = fused.swiglu_nvfp4(gate_up, decode_scale=input_scale(fc2, x.device), impl=sites.impl)
-            z = quantized_tensor(q, x.dtype)
-        else:
-            z = fused.swiglu(gate_up, impl=bf16_impl)
+        side, side1 = side_forward(fc2), side_forward(block.mlp.fc1)
+        fc2_codes = sites.swiglu and takes_codes(fc2, side)
+        apart = fc2_codes and sites.beside and sites.side_swiglu and sites.elementwise and side1 is not None
+        with side1.apart(h) if apart else contextlib.nullcontext((None, None)) as (gate_up, update):
+            if update is not None:
+                z = codes_of(fused.swiglu_side(gate_up, *update, impl=sites.impl), fc2, side)
+            else:
+                gate_up = block.mlp.fc1(h) if gate_up is None else gate_up
+                if fc2_codes and side is None:
+                    q = fused.swiglu_nvfp4(gate_up, decode_scale=input_scale(fc2, x.device), impl=sites.impl)
+                    z = quantized_tensor(q, x.dtype)
+                else:
+                    z = fused.swiglu(gate_up, impl=sites.impl if fc2_codes else bf16_impl)
+                    z = codes_of(z, fc2, side) if fc2_codes else z
         del gate_up
         y = fc2(z)
         del z
@@ -413,15 +422,39 @@ class SideForward:
         self.taken = self._down(rows)
 
     def __call__(self, x, *args, **kwargs):
+        hidden = self._take_taken()
+        y = self.forward(x, *args, **kwargs)
+        return self._add(y, self._down_of(x) if hidden is None else hidden)
+
+    @contextlib.contextmanager
+    def apart(self, x) -> Iterator[tuple]:
+        """``(y, None)`` with the update in y, or ``(y, (hidden, low_rank, alpha))`` for a consumer that adds it.
+
+        The second where nothing else has a hand in the linear and the update is one of all its columns, of a rank that
+        a tensor core divides: ``y + alpha * hidden @ low_rank.T`` is then what the linear returns.
+        """
+        whole = (0, self.linear.out_features)
+        found = self._parts(self.taken).get(whole, []) if self.taken is not None else []
+        rank = sum(part.shape[1] for _, part, _ in found)
+        all_of_it = rank > 0 and len(found) == sum(len(pair.ups) for pair in self.pairs)
+        if not all_of_it or rank % SIDE_RANK_MULTIPLE or foreign_forward(self.linear):
+            yield self.linear(x), None
+            return
+        hidden = self._take_taken()
+        y = self.forward(x)
+        with self._update(self._parts(hidden)[whole], y) as update:
+            yield y, update
+
+    def _take_taken(self) -> torch.Tensor | None:
         hidden, self.taken = self.taken, None
         if hidden is not None:
             self.counts["rows of the producer"] += 1
-        y = self.forward(x, *args, **kwargs)
-        if hidden is None:
-            codes = isinstance(x, comfy.quant_ops.QuantizedTensor)
-            self.counts["dequantised codes" if codes else "its own input"] += 1
-            hidden = self._down(x.dequantize() if codes else x)
-        return self._add(y, hidden)
+        return hidden
+
+    def _down_of(self, x) -> torch.Tensor:
+        codes = isinstance(x, comfy.quant_ops.QuantizedTensor)
+        self.counts["dequantised codes" if codes else "its own input"] += 1
+        return self._down(x.dequantize() if codes else x)
 
     def _down(self, x: torch.Tensor) -> torch.Tensor:
         with contextlib.ExitStack() as casts:
@@ -429,13 +462,8 @@ class SideForward:
             weight = weights[0] if len(weights) == 1 else torch.cat(weights)
             return torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), weight)
 
-    def _add(self, y: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        # A foreign forward may hand out a tensor that it keeps; the stock one hands out a fresh one.
-        own = getattr(self.forward, "__func__", None) is type(self.linear).forward
-        fresh = (own or isinstance(self.forward, _EmulatedForward)) and y.is_contiguous() and not y.requires_grad
-        y = y if fresh else y.clone(memory_format=torch.contiguous_format)
-        rows = y.view(-1, y.shape[-1])
-        hidden = hidden.to(y.dtype)
+    def _parts(self, hidden: torch.Tensor) -> dict[tuple[int, int], list]:
+        """``{columns of y: [(up, its columns of hidden, factor)]}``."""
         parts: dict[tuple[int, int], list] = {}
         first = 0
         for pair in self.pairs:
@@ -443,14 +471,28 @@ class SideForward:
                 part = hidden[:, first + columns.start : first + columns.stop]
                 parts.setdefault((target.start, target.stop), []).append((up, part, scale * pair.strength))
             first += pair.down.weight.shape[0]
-        for (start, stop), found in parts.items():
-            with contextlib.ExitStack() as casts:
-                ups = [casts.enter_context(cast_weight(up, rows)) for up, _, _ in found]
-                if len(found) == 1:
-                    rows[:, start:stop].addmm_(found[0][1], ups[0].t(), alpha=found[0][2])
-                    continue
-                scaled = torch.cat([up * scale for up, (_, _, scale) in zip(ups, found, strict=True)], dim=1)
-                rows[:, start:stop].addmm_(torch.cat([part for _, part, _ in found], dim=1), scaled.t())
+        return parts
+
+    @contextlib.contextmanager
+    def _update(self, found: list, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+        """``(hidden, low_rank, alpha)`` of several LoRAs as one, while their factors are on the device."""
+        with contextlib.ExitStack() as casts:
+            ups = [casts.enter_context(cast_weight(up, like)) for up, _, _ in found]
+            if len(found) == 1:
+                yield found[0][1].to(like.dtype), ups[0], found[0][2]
+                return
+            scaled = [up * scale for up, (_, _, scale) in zip(ups, found, strict=True)]
+            yield torch.cat([part.to(like.dtype) for _, part, _ in found], dim=1), torch.cat(scaled, dim=1), 1.0
+
+    def _add(self, y: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        # A foreign forward may hand out a tensor that it keeps; the stock one hands out a fresh one.
+        own = getattr(self.forward, "__func__", None) is type(self.linear).forward
+        fresh = (own or isinstance(self.forward, _EmulatedForward)) and y.is_contiguous() and not y.requires_grad
+        y = y if fresh else y.clone(memory_format=torch.contiguous_format)
+        rows = y.view(-1, y.shape[-1])
+        for (start, stop), found in self._parts(hidden).items():
+            with self._update(found, rows) as (part, low_rank, alpha):
+                rows[:, start:stop].addmm_(part, low_rank.t(), alpha=alpha)
         return y
 
 

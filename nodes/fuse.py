@@ -173,10 +173,12 @@ def sites_on(device: torch.device, sites: adapt.Sites, emulate: str = "off") -> 
     if sites.beside and name == "reference":
         why = "; ".join(reasons.values()) or "it has no kernel"
         refused["beside"] = f"{BESIDE}, which makes the codes beside a LoRA branch, is left out: {why}"
+    side_swiglu = sites.side_swiglu and fused.best("swiglu_side", device)[0] != "reference"
     norm = sites.norm if certify.norm_of(device) == "fused" else "aten"
     bf16_rows = sites.bf16_rows and emulate != "off"
-    if refused or norm != sites.norm or bf16_rows != sites.bf16_rows:
-        sites = dataclasses.replace(sites, norm=norm, bf16_rows=bf16_rows, **dict.fromkeys(refused, False))
+    found = {"norm": norm, "bf16_rows": bf16_rows, "side_swiglu": side_swiglu, **dict.fromkeys(refused, False)}
+    if any(getattr(sites, name) != value for name, value in found.items()):
+        sites = dataclasses.replace(sites, **found)
     return sites, refused
 
 

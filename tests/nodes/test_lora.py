@@ -126,6 +126,47 @@ def test_fused_blocks_equal_unfused_ones_to_the_bit(tiny, emulate, count):
     assert f"LoRA side branches x {3 * 3 * 4}" in run.headline()
 
 
+@pytest.mark.parametrize(
+    ("ranks", "inside"),
+    [((16,), True), ((16, 32), True), ((8, 8), True), ((16, 4), False), ((20,), False)],
+)
+def test_the_update_of_fc1_inside_swiglu(tiny, ranks, inside, monkeypatch):
+    """Where a tensor core divides the rank, gate_up never holds the update; the latents are the same."""
+    model, positive, latent = tiny
+    for index, rank in enumerate(ranks):
+        made = factors(model, rank=rank, seed=index)
+        model = side_branch(model, write_lora(f"inside{rank}.safetensors", core_keys(made)), 0.7 + index)
+    expected = sample(fuse(model, mode="off", emulate="w4a4"), positive, latent)
+    fused = pack_module("kernels.fused")
+    real, calls = fused.swiglu_side, []
+
+    def spy(gate_up, hidden, low_rank, alpha, **options):
+        calls.append(hidden.shape[1])
+        return real(gate_up, hidden, low_rank, alpha, **options)
+
+    monkeypatch.setattr(fused, "swiglu_side", spy)
+    patched = fuse(model, emulate="w4a4")
+    assert equal(sample(patched, positive, latent), expected)
+    assert calls == ([sum(ranks)] * 9 if inside else [])
+    assert dict(run_of(patched).side) == {"rows of the producer": 36}
+
+
+def test_the_update_of_split_gate_and_up_stays_outside_swiglu(tiny, monkeypatch):
+    model, positive, latent = tiny
+    made = factors(model, rank=16)
+    tensors = core_keys(made)
+    for index in range(3):
+        name = f"diffusion_model.blocks.{index}.mlp.fc1"
+        down, up = tensors.pop(f"{name}.lora_A.weight"), tensors.pop(f"{name}.lora_B.weight")
+        for part, rows in zip(("gate_proj", "up_proj"), up.chunk(2), strict=True):
+            tensors[f"{name.replace('fc1', part)}.lora_A.weight"] = down
+            tensors[f"{name.replace('fc1', part)}.lora_B.weight"] = rows
+    model = side_branch(model, write_lora("halves.safetensors", tensors))
+    expected = sample(fuse(model, mode="off", emulate="w4a4"), positive, latent)
+    monkeypatch.delattr(pack_module("kernels.fused"), "swiglu_side")
+    assert equal(sample(fuse(model, emulate="w4a4"), positive, latent), expected)
+
+
 @pytest.mark.parametrize("off", [{"modulate": False}, {"swiglu": False}, {"attention_output": False}])
 def test_a_site_that_is_switched_off(tiny, name, off):
     model, positive, latent = tiny
