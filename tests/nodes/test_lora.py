@@ -389,6 +389,24 @@ def test_a_foreign_forward_on_a_linear_is_chained(tiny, name):
     assert equal(sample(model, positive, latent), sample(fuse(model, mode="off"), positive, latent))
 
 
+def test_an_unquantised_model_agrees_with_the_stock_node(tmp_path):
+    """In bf16 there is nothing to round away: both ways give the same LoRA, which ties the key mapping to ComfyUI's."""
+    tiny_h3, writer = pack_module("kernels.checkpoint.tiny"), pack_module("kernels.checkpoint.writer")
+    path = tmp_path / "bf16.safetensors"
+    writer.write(str(path), *tiny_h3.tiny_h3(quantise=False))
+    model = pack_module("nodes.load").load_h3(str(path), compute_dtype=torch.bfloat16)
+    _, positive, latent = selftest()
+    tensors = core_keys(factors(model, names=list(linears_of(model)), size=0.3))
+    alphas = {key.replace("lora_A.weight", "alpha"): torch.tensor(2.0) for key in tensors if "lora_A" in key}
+    name = write_lora("agree.safetensors", {**tensors, **alphas})
+    plain = sample(model, positive, latent)[0]["samples"].unbind()
+    ours = sample(side_branch(model, name, 0.8), positive, latent)[0]["samples"].unbind()
+    stock = sample(stock_lora(model, name, 0.8), positive, latent)[0]["samples"].unbind()
+    for a, b, without in zip(ours, stock, plain, strict=True):
+        effect, apart = float((b - without).norm()), float((a - b).norm())
+        assert apart < 0.1 * effect, (apart, effect)
+
+
 # ---------------------------------------------------------------- memory
 
 
