@@ -5,9 +5,11 @@ from comfy_api.latest import ComfyExtension, io
 from .attention import AttentionBackend
 from .bench_attention import BenchAttention
 from .bench_kernels import BenchKernels
+from .calibrate import Calibrate, SaveCalibration
 from .environment import Environment
 from .fuse import FuseBlocks
 from .load import LoadNVFP4
+from .lora import LoraSideBranch
 from .media import MediaCheck
 from .quantize import QuantizeCheckpoint
 from .report import RuntimeReport
@@ -18,6 +20,9 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     QuantizeCheckpoint,
     FuseBlocks,
     AttentionBackend,
+    LoraSideBranch,
+    Calibrate,
+    SaveCalibration,
     SelfTestModel,
     SelfTestDecode,
     RuntimeReport,

@@ -29,6 +29,7 @@ from ..kernels import fused, nvfp4
 
 NVFP4_LAYOUT = "TensorCoreNVFP4Layout"
 LINEARS = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2")
+SIDE_RANK_MULTIPLE = 16  # ranks that the kernel of fused.swiglu_side takes
 BLOCK_PARAMETERS = ("self", "x", "t_emb", "mod_segments", "rope_freqs")
 # What core hands to a "double_block" replacement. `layout` (newer versions) informs patches; the block never sees it.
 REPLACE_ARGUMENTS = {"img", "t_emb", "mod_segments", "rope_freqs", "transformer_options", "layout"}
@@ -59,6 +60,9 @@ class Sites:
         emulate_w4a4: run the four linears by dequantising both sides.
         impl: implementation asked of the registry.
         norm: "aten" (ComfyUI's own) or "fused", where that one is known to give the same bits.
+        beside: write NVFP4 for a linear that has a side branch too: from bf16 rows, which the branch needs as well.
+        side_swiglu: add fc1's side branch inside SwiGLU where fc2 takes codes, if `elementwise` is on too. On a GPU
+            that is not to the bit what adding it first gives (see ``fused.swiglu_side``).
     """
 
     modulate: bool = True
@@ -68,17 +72,21 @@ class Sites:
     emulate_w4a4: bool = False
     impl: str = "auto"
     norm: str = "aten"
+    beside: bool = True
+    side_swiglu: bool = True
 
 
 # ---------------------------------------------------------------- guards
 
 
 def foreign_forward(module: torch.nn.Module) -> bool:
-    """True when somebody replaced ``module.forward`` on the instance or put a forward hook on it.
+    """True when somebody else replaced ``module.forward`` on the instance or put a forward hook on it.
 
     ComfyUI leaves the stock bound method in the instance after it takes an object patch off; that one is not foreign.
     """
     own = module.__dict__.get("forward")
+    if isinstance(own, SideForward):
+        own = own.forward
     stock = own is None or isinstance(own, _EmulatedForward) or getattr(own, "__func__", None) is type(module).forward
     return not stock or bool(module._forward_hooks or module._forward_pre_hooks)
 
@@ -297,9 +305,25 @@ def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options
     bf16_impl = sites.impl if sites.elementwise else "reference"
     bf16_norm = "aten" if bf16_impl == "reference" else sites.norm  # a reference's own norm is not ATen's to the bit
 
+    def takes_codes(linear, side):
+        return fp4_reason(linear, emulated) is None and (side is None or sites.beside)
+
+    def codes_of(rows, linear, side):
+        """Codes of bf16 rows that are there anyway, or that the side branch needs; its share is taken on the way."""
+        if side is not None:
+            side.take(rows)
+        q = fused.rows_nvfp4(rows, decode_scale=input_scale(linear, rows.device), impl=sites.impl)
+        return quantized_tensor(q, rows.dtype)
+
     def modulated(norm, scale, shift, linear):
+        side = side_forward(linear)
         with cast_weight(norm, x) as weight:
-            if sites.modulate and fp4_reason(linear, emulated) is None:
+            if sites.modulate and takes_codes(linear, side):
+                if side is not None:
+                    rows = fused.norm_modulate(
+                        x, weight, norm.eps, scale, shift, mod_segments, impl=sites.impl, norm=sites.norm
+                    )
+                    return codes_of(rows, linear, side)
                 q = fused.norm_modulate_nvfp4(
                     x, weight, norm.eps, scale, shift, mod_segments,
                     decode_scale=input_scale(linear, x.device), impl=sites.impl, norm=sites.norm,
@@ -311,8 +335,7 @@ def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options
         def produce(out):
             if isinstance(out, comfy.quant_ops.QuantizedTensor) or out.dim() != 2 or out.dtype != x.dtype:
                 return out
-            q = fused.rows_nvfp4(out, decode_scale=input_scale(linear, out.device), impl=sites.impl)
-            return quantized_tensor(q, out.dtype)
+            return codes_of(out, linear, side_forward(linear))
 
         return feeding(linear, produce)
 
@@ -320,7 +343,7 @@ def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options
 
     h = modulated(block.norm1, scale1, shift1, block.attn.qkv_proj)
     out_proj = block.attn.out_proj
-    fuse_rows = sites.attention_output and fp4_reason(out_proj, emulated) is None
+    fuse_rows = sites.attention_output and takes_codes(out_proj, side_forward(out_proj))
     with attention_rows(out_proj) if fuse_rows else contextlib.nullcontext():
         y = block.attn(h, rope_freqs=rope_freqs, transformer_options=transformer_options)
     del h
@@ -332,17 +355,164 @@ def fused_forward(block, x, t_emb, mod_segments, rope_freqs, transformer_options
     if getattr(fc2.weight, "_layout_cls", None) not in (None, NVFP4_LAYOUT):
         y = block.mlp(h)  # another quantised format has a fused activation of its own in core
     else:
-        gate_up = block.mlp.fc1(h)
-        if sites.swiglu and fp4_reason(fc2, emulated) is None:
-            q = fused.swiglu_nvfp4(gate_up, decode_scale=input_scale(fc2, x.device), impl=sites.impl)
-            z = quantized_tensor(q, x.dtype)
-        else:
-            z = fused.swiglu(gate_up, impl=bf16_impl)
+        side, side1 = side_forward(fc2), side_forward(block.mlp.fc1)
+        fc2_codes = sites.swiglu and takes_codes(fc2, side)
+        apart = fc2_codes and sites.beside and sites.side_swiglu and sites.elementwise and side1 is not None
+        with side1.apart(h) if apart else contextlib.nullcontext((None, None)) as (gate_up, update):
+            if update is not None:
+                z = codes_of(fused.swiglu_side(gate_up, *update, impl=sites.impl), fc2, side)
+            else:
+                gate_up = block.mlp.fc1(h) if gate_up is None else gate_up
+                if fc2_codes and side is None:
+                    q = fused.swiglu_nvfp4(gate_up, decode_scale=input_scale(fc2, x.device), impl=sites.impl)
+                    z = quantized_tensor(q, x.dtype)
+                else:
+                    z = fused.swiglu(gate_up, impl=sites.impl if fc2_codes else bf16_impl)
+                    z = codes_of(z, fc2, side) if fc2_codes else z
         del gate_up
         y = fc2(z)
         del z
     del h
     return fused.gate_residual_(x, gate2, y, mod_segments, impl=bf16_impl)
+
+
+# ---------------------------------------------------------------- low-rank branches beside a linear
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One LoRA's branches of one linear, as modules that ComfyUI moves and offloads.
+
+    Attributes:
+        down: linear ``[R, K]``, the ranks of all its parts in a row, so that x is read once.
+        ups: ``(linear [n, r], columns of down's output, columns of y, alpha / rank)`` of each part.
+        strength: of the node.
+    """
+
+    down: torch.nn.Module
+    ups: tuple[tuple[torch.nn.Module, slice, slice, float], ...]
+    strength: float
+
+
+class SideForward:
+    """``linear.forward`` with branches beside it: ``y = linear(x); y += strength * scale * up(down(x))``, in x's dtype.
+
+    The update is one GEMM that accumulates into y (4 bytes an element of y: read and written once), however many LoRAs
+    there are; the weight is never read. Where the linear is handed NVFP4 codes, :meth:`take` has seen the bf16 rows
+    that they were made of and kept ``down(rows)``, a few columns; codes that come without are dequantised.
+    """
+
+    def __init__(self, linear: torch.nn.Module, forward: Callable, pairs: tuple[Pair, ...], counts):
+        self.linear = linear
+        self.forward = forward
+        self.pairs = pairs
+        self.counts = counts
+        self.taken = None
+
+    def around(self, forward: Callable) -> SideForward:
+        """The same branches beside another forward."""
+        return SideForward(self.linear, forward, self.pairs, self.counts)
+
+    def take(self, rows: torch.Tensor) -> None:
+        """Compute ``down(rows)`` of the rows [M, K] that the linear is about to get as codes."""
+        self.taken = self._down(rows)
+
+    def __call__(self, x, *args, **kwargs):
+        hidden = self._take_taken()
+        y = self.forward(x, *args, **kwargs)
+        return self._add(y, self._down_of(x) if hidden is None else hidden)
+
+    @contextlib.contextmanager
+    def apart(self, x) -> Iterator[tuple]:
+        """``(y, None)`` with the update in y, or ``(y, (hidden, low_rank, alpha))`` for a consumer that adds it.
+
+        The second where nothing else has a hand in the linear and the update is one of all its columns, of a rank that
+        a tensor core divides: ``y + alpha * hidden @ low_rank.T`` is then what the linear returns.
+        """
+        whole = (0, self.linear.out_features)
+        found = self._parts(self.taken).get(whole, []) if self.taken is not None else []
+        rank = sum(part.shape[1] for _, part, _ in found)
+        all_of_it = rank > 0 and len(found) == sum(len(pair.ups) for pair in self.pairs)
+        if not all_of_it or rank % SIDE_RANK_MULTIPLE or foreign_forward(self.linear):
+            yield self.linear(x), None
+            return
+        hidden = self._take_taken()
+        y = self.forward(x)
+        with self._update(self._parts(hidden)[whole], y) as update:
+            yield y, update
+
+    def _take_taken(self) -> torch.Tensor | None:
+        hidden, self.taken = self.taken, None
+        if hidden is not None:
+            self.counts["rows of the producer"] += 1
+        return hidden
+
+    def _down_of(self, x) -> torch.Tensor:
+        codes = isinstance(x, comfy.quant_ops.QuantizedTensor)
+        self.counts["dequantised codes" if codes else "its own input"] += 1
+        return self._down(x.dequantize() if codes else x)
+
+    def _down(self, x: torch.Tensor) -> torch.Tensor:
+        with contextlib.ExitStack() as casts:
+            weights = [casts.enter_context(cast_weight(pair.down, x)) for pair in self.pairs]
+            weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+            return torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), weight)
+
+    def _parts(self, hidden: torch.Tensor) -> dict[tuple[int, int], list]:
+        """``{columns of y: [(up, its columns of hidden, factor)]}``."""
+        parts: dict[tuple[int, int], list] = {}
+        first = 0
+        for pair in self.pairs:
+            for up, columns, target, scale in pair.ups:
+                part = hidden[:, first + columns.start : first + columns.stop]
+                parts.setdefault((target.start, target.stop), []).append((up, part, scale * pair.strength))
+            first += pair.down.weight.shape[0]
+        return parts
+
+    @contextlib.contextmanager
+    def _update(self, found: list, like: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+        """``(hidden, low_rank, alpha)`` of several LoRAs as one, while their factors are on the device."""
+        with contextlib.ExitStack() as casts:
+            ups = [casts.enter_context(cast_weight(up, like)) for up, _, _ in found]
+            if len(found) == 1:
+                yield found[0][1].to(like.dtype), ups[0], found[0][2]
+                return
+            scaled = [up * scale for up, (_, _, scale) in zip(ups, found, strict=True)]
+            yield torch.cat([part.to(like.dtype) for _, part, _ in found], dim=1), torch.cat(scaled, dim=1), 1.0
+
+    def _add(self, y: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        # A foreign forward may hand out a tensor that it keeps; the stock one hands out a fresh one.
+        own = getattr(self.forward, "__func__", None) is type(self.linear).forward
+        fresh = (own or isinstance(self.forward, _EmulatedForward)) and y.is_contiguous() and not y.requires_grad
+        y = y if fresh else y.clone(memory_format=torch.contiguous_format)
+        rows = y.view(-1, y.shape[-1])
+        for (start, stop), found in self._parts(hidden).items():
+            with self._update(found, rows) as (part, low_rank, alpha):
+                rows[:, start:stop].addmm_(part, low_rank.t(), alpha=alpha)
+        return y
+
+
+def side_forward(linear: torch.nn.Module) -> SideForward | None:
+    """The linear's side branches that are attached now, or None."""
+    own = linear.__dict__.get("forward")
+    return own if isinstance(own, SideForward) else None
+
+
+@contextlib.contextmanager
+def replacing_forwards(replacements: list[tuple[torch.nn.Module, Callable]]) -> Iterator[None]:
+    """While open, each module's forward is ``make(forward as it was)``; afterwards the instances are as before."""
+    before: list[tuple[torch.nn.Module, Callable | None]] = []
+    try:
+        for module, make in replacements:
+            own = module.__dict__.get("forward")
+            before.append((module, own))
+            module.forward = make(own or module.forward)
+        yield
+    finally:
+        for module, own in reversed(before):
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.forward = own
 
 
 # ---------------------------------------------------------------- W4A4 by dequantising both sides
@@ -382,7 +552,10 @@ def emulating_w4a4(block: torch.nn.Module) -> Iterator[None]:
     before = [(linear, linear.__dict__.get("forward")) for linear in linears if not foreign_forward(linear)]
     try:
         for linear, own in before:
-            linear.forward = _EmulatedForward(linear, own or linear.forward)
+            if isinstance(own, SideForward):  # the branch goes beside the emulated linear
+                linear.forward = own.around(_EmulatedForward(linear, own.forward))
+            else:
+                linear.forward = _EmulatedForward(linear, own or linear.forward)
         yield
     finally:
         for linear, own in before:

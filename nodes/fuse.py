@@ -25,6 +25,7 @@ VARIABLES = {
 }
 # site -> the op that writes NVFP4 there
 PRODUCERS = {"modulate": "norm_modulate_nvfp4", "attention_output": "rows_nvfp4", "swiglu": "swiglu_nvfp4"}
+BESIDE = "rows_nvfp4"  # ... and from bf16 rows, for a linear with a side branch
 
 
 def hard_off(widget: str) -> bool:
@@ -105,6 +106,8 @@ class BlockPatch:
         for name, site in zip(adapt.LINEARS, ("modulate", "attention_output", "modulate", "swiglu"), strict=True):
             on = getattr(self.sites, site)
             reason = adapt.fp4_reason(block.get_submodule(name), self.sites.emulate_w4a4) if on else "switched off"
+            if on and adapt.side_forward(block.get_submodule(name)) is not None:
+                reason = reason or refused.get("beside")
             reason = reason or refused.get(site)
             if reason is not None:
                 recorder.bf16_inputs[name, reason] += 1
@@ -153,9 +156,15 @@ def sites_on(device: torch.device, sites: adapt.Sites) -> tuple[adapt.Sites, dic
         name, reasons = fused.best(op, device)
         if getattr(sites, site) and name == "reference":
             refused[site] = f"{op} is left out: {'; '.join(reasons.values()) or 'it has no kernel'}"
+    name, reasons = fused.best(BESIDE, device)
+    if sites.beside and name == "reference":
+        why = "; ".join(reasons.values()) or "it has no kernel"
+        refused["beside"] = f"{BESIDE}, which makes the codes beside a LoRA branch, is left out: {why}"
+    side_swiglu = sites.side_swiglu and fused.best("swiglu_side", device)[0] != "reference"
     norm = sites.norm if certify.norm_of(device) == "fused" else "aten"
-    if refused or norm != sites.norm:
-        sites = dataclasses.replace(sites, norm=norm, **dict.fromkeys(refused, False))
+    found = {"norm": norm, "side_swiglu": side_swiglu, **dict.fromkeys(refused, False)}
+    if any(getattr(sites, name) != value for name, value in found.items()):
+        sites = dataclasses.replace(sites, **found)
     return sites, refused
 
 

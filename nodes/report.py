@@ -14,7 +14,7 @@ from comfy_api.latest import io
 
 from ..kernels import attention as attention_kernels
 from ..kernels import certify
-from . import adapt_attention, attention, output, run
+from . import adapt_attention, attention, lora, output, run
 from .fuse import BlockPatch
 
 SCHEMA = "h3bw-report/1"
@@ -164,6 +164,7 @@ def build(model, latent=None, reference=None) -> dict:
         "environment": environment(),
         "run": record.as_dict() if record is not None else None,
         "notes": notes,
+        "stock_lora": lora.stock_patches(model),
         "certification": certify.status(model.load_device),
         "rungs": rungs,
         "latent_sha256": None if latent is None else digests(latent),
@@ -221,11 +222,13 @@ def as_text(report: dict) -> str:
         for entry in record["bf16_inputs"]:
             lines.append(f"bf16 input for {entry['linear']} x {entry['calls']}: {entry['reason']}")
         lines += attention.lines(record)
+        lines += lora.lines(record["settings"], record["side_branches"])
         for name in record["settings"].get("FuseBlocks", {}).get("forced_off_by_environment", ()):
             lines.append(f"{name}=0 in the environment switches this off")
     for entry in report["certification"]:
         if entry["state"] == certify.REFUSED:
             lines.append(f"{entry['op']} does not run as {entry['implementation']}: {entry['reason']}")
+    lines += lora.stock_lines(report["stock_lora"])
     lines += report["notes"]
     for rung in report["rungs"]:
         detail = f": {rung['reason']}" if rung["reason"] else ""

@@ -41,6 +41,7 @@ class Run:
         fused: block index -> calls that ran fused.
         fallbacks: ``(block index, reason)`` -> calls that ran in ComfyUI's own code.
         bf16_inputs: ``(linear, reason)`` -> times a linear of a fused block got bf16 instead of NVFP4.
+        side: what a LoRA side branch was computed from -> calls.
         attention: backend that ran -> calls.
         attention_handed_on: reason -> calls handed to the next attention function.
         attention_dense: reason -> calls that ran exact although an approximate backend was asked for.
@@ -59,6 +60,7 @@ class Run:
     fused: Counter = field(default_factory=Counter)
     fallbacks: Counter = field(default_factory=Counter)
     bf16_inputs: Counter = field(default_factory=Counter)
+    side: Counter = field(default_factory=Counter)
     attention: Counter = field(default_factory=Counter)
     attention_handed_on: Counter = field(default_factory=Counter)
     attention_dense: Counter = field(default_factory=Counter)
@@ -133,6 +135,8 @@ class Run:
             unseen = self.blocks - len(set(self.fused) | {block for block, _ in self.fallbacks})
             if unseen and self.steps:
                 parts.append(f"{unseen} never called: another patch replaced those blocks after ours")
+        if self.side:
+            parts.append(f"LoRA side branches x {sum(self.side.values())}")
         parts += [f"attention {name} x {count}" for name, count in self.attention.items()]
         parts += [f"attention dense x {count}: {reason}" for reason, count in self.attention_dense.items()]
         parts += [f"attention handed on x {count}: {reason}" for reason, count in self.attention_handed_on.items()]
@@ -162,6 +166,7 @@ class Run:
                 {"linear": linear, "reason": reason, "calls": count}
                 for (linear, reason), count in sorted(self.bf16_inputs.items())
             ],
+            "side_branches": dict(self.side),
             "attention": dict(self.attention),
             "attention_handed_on": dict(self.attention_handed_on),
             "attention_dense": dict(self.attention_dense),
@@ -184,6 +189,12 @@ def find(patcher) -> Run | None:
     if shared is None:
         return None
     return shared._of_patchers.get(patcher) or shared._last or shared
+
+
+def find_settings(patcher) -> dict[str, dict]:
+    """The settings of our nodes on a ``MODEL`` so far; empty without any."""
+    shared = patcher.model_options.get("transformer_options", {}).get(RUN)
+    return shared.settings if shared is not None else {}
 
 
 def sampled_with(patcher, run: Run) -> bool:

@@ -28,6 +28,7 @@ from workflow_notes import (
     REAL_NOTE,
     SELFTEST_NOTE,
     TASK_NOTES,
+    TURBO_NOTE,
 )
 
 WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
@@ -47,7 +48,7 @@ WIDTHS = {
     "H3BW_BenchAttention": 1100,
     "H3BW_QuantizeCheckpoint": 640,
 }
-WIDE_LOADERS = ("H3BW_LoadNVFP4", "CLIPLoader", "VAELoader")
+WIDE_LOADERS = ("H3BW_LoadNVFP4", "H3BW_LoraSideBranch", "CLIPLoader", "VAELoader")
 # Room for what a node shows beside its sockets and widgets, in pixels.
 EXTRA_HEIGHT = {
     "LoadImage": 320,
@@ -405,11 +406,15 @@ def selftest(name: str, object_info: dict[str, Any], adaln: str, keyframes: bool
     return graph
 
 
-def real(name: str, object_info: dict[str, Any], model: str, task: str) -> Graph:
-    """A generation with the real weights: 1344x768, 124 frames at 24 fps, 20 steps."""
+def real(name: str, object_info: dict[str, Any], model: str, task: str, turbo: str | None = None) -> Graph:
+    """A generation with the real weights: 1344x768, 124 frames at 24 fps, 20 steps; 8 with a Turbo LoRA."""
     graph = Graph(name, object_info)
+    steps = 8 if turbo else 20
     unet = graph.add("H3BW_LoadNVFP4", unet_name=model, direct_read=False, layout="auto")
-    shifted = graph.add("MiniMaxH3SigmaShift", model=unet["MODEL"], shift_video=12.0, shift_audio=3.0)
+    chain = [unet]
+    if turbo:
+        chain.append(graph.add("H3BW_LoraSideBranch", model=unet["MODEL"], lora_name=turbo, strength=1.0))
+    shifted = graph.add("MiniMaxH3SigmaShift", model=chain[-1]["MODEL"], shift_video=12.0, shift_audio=3.0)
     blocks = fuse(graph, None, shifted["MODEL"])
     attention = graph.add("H3BW_AttentionBackend", model=blocks["MODEL"], backend="auto")
     clip = graph.add(
@@ -452,7 +457,7 @@ def real(name: str, object_info: dict[str, Any], model: str, task: str) -> Graph
 
     noise = graph.add("RandomNoise", noise_seed=42)
     sampler = graph.add("KSamplerSelect", sampler_name="res_multistep")
-    sigmas = graph.add("BasicScheduler", model=attention["MODEL"], scheduler="simple", steps=20, denoise=1.0)
+    sigmas = graph.add("BasicScheduler", model=attention["MODEL"], scheduler="simple", steps=steps, denoise=1.0)
     guider = graph.add("BasicGuider", model=attention["MODEL"], conditioning=positive["positive"])
     latent = graph.add(
         "SamplerCustomAdvanced",
@@ -475,12 +480,13 @@ def real(name: str, object_info: dict[str, Any], model: str, task: str) -> Graph
         on_difference="report",
         filename_prefix=f"h3bw/{name}",
     )
-    note = graph.explain(REAL_NOTE.format(model=model) + TASK_NOTES[task])
+    text = REAL_NOTE.format(model=model, steps=steps) + TASK_NOTES[task]
+    note = graph.explain(text + (TURBO_NOTE.format(lora=turbo) if turbo else ""))
 
     graph.lay_out(
         [Group("Read me", [[note]], GREY)],
         [
-            Group("Model", [[unet, shifted], [blocks, attention]], GREEN),
+            Group("Model", [[*chain, shifted], [blocks, attention]], GREEN),
             Group("Text encoder and VAEs", [[clip], [vae, audio_vae]]),
         ],
         *([sources] if sources else []),
@@ -530,6 +536,13 @@ def build(object_info: dict[str, Any]) -> list[Graph]:
         real("h3_t2va_nvfp4", object_info, "minimax_h3_fl2va_pruned_nvfp4.safetensors", "t2va"),
         real("h3_fl2va_nvfp4", object_info, "minimax_h3_fl2va_pruned_nvfp4.safetensors", "fl2va"),
         real("h3_ref2va_nvfp4", object_info, "minimax_h3_ref2va_pruned_nvfp4.safetensors", "ref2va"),
+        real(
+            "h3_t2va_turbo",
+            object_info,
+            "minimax_h3_fl2va_pruned_nvfp4.safetensors",
+            "t2va",
+            turbo="minimax_h3_fl2v_turbo_8step_v1.0_comfyui_bf16.safetensors",
+        ),
         bench_kernels(object_info),
         bench_attention(object_info),
         quantize_checkpoint(object_info),

@@ -55,14 +55,14 @@ yours in the loaders.
 
 - **Load MiniMax H3** reads NVFP4 files in ComfyUI's and in ModelOpt's layout, and every other H3 file that ComfyUI \
 reads. On unified memory switch `direct_read` on.
-- **LoRA** (left out here): put `LoraLoaderModelOnly` between the loader and the sigma shift. Turbo LoRAs take 8 or 4 \
-steps.
+- **LoRAs**: put **H3 LoRA Side Branch** between the loader and the sigma shift, one for each. ComfyUI's own LoRA \
+nodes work too, but folded into four bits a small LoRA drowns in rounding noise; the report says so.
 - **Fuse H3 Blocks**, mode `exact`: the same bytes as ComfyUI's own chain on the same device. Bypass it to compare.
 - **H3 Attention Backend**, `auto`: an exact backend. A name picks one; the run stops with the reason if it cannot run.
 - **H3 Runtime Report** says what really ran: fused blocks, fallbacks with their reasons, seconds per step, peak memory.
 
-1344x768, 124 frames at 24 fps (lengths are 17k + 5), 20 steps, no CFG, no negative prompt. Before the first real run, \
-try the workflow `selftest_t2va`: it needs no weights.
+1344x768, 124 frames at 24 fps (lengths are 17k + 5), {steps} steps, no CFG, no negative prompt. Before the first real \
+run, try the workflow `selftest_t2va`: it needs no weights.
 """
 
 TASK_NOTES = {
@@ -78,6 +78,12 @@ TASK_NOTES = {
     ),
 }
 
+TURBO_NOTE = """
+**Turbo**: 8 steps with a distillation LoRA in `models/loras`, for example `{lora}` (on Hugging Face: \
+`lightx2v/Minimax-h3-Turbo`; read its licence too). It runs in bf16 beside the four-bit linears, at its full strength, \
+and the file stays on disk as it is: switch it off with strength 0 and set 20 steps again. Each Turbo LoRA has its own \
+number of steps and its own shifts; this one was made for 8 steps, video shift 12 and audio shift 3, at 544p.
+"""
 
 BENCH_NOTE = """# How fast are the kernels here?
 

@@ -14,6 +14,7 @@ The ops, in the order in which the data meets them::
     norm_modulate_nvfp4   x -> RMSNorm -> per-segment modulation -> NVFP4       feeds attn.qkv_proj and mlp.fc1
     rows_nvfp4            attention output -> NVFP4                             feeds attn.out_proj
     swiglu_nvfp4          gate_up -> silu(gate) * up -> NVFP4                   feeds mlp.fc2
+    swiglu_side           gate_up -> + a LoRA's update -> silu(gate) * up       where fc1 has a side branch
     norm_modulate, swiglu the same with bf16 out, for GPUs without FP4 and for layers that are not NVFP4
     gate_residual_        x += gate * y, per segment, in place
 """

@@ -160,6 +160,20 @@ def _swiglu_chain(gate_up, decode_scale):
     return swiglu_reference(gate_up)
 
 
+def swiglu_side(device: torch.device) -> Iterator[Case]:
+    """Factors of few bits: every partial sum is exact in fp32, so that no order of additions shows."""
+    generator = torch.Generator().manual_seed(5)
+
+    def few_bits(rows: int, columns: int, least: float, bound: int) -> torch.Tensor:
+        return (torch.randint(-bound, bound + 1, (rows, columns), generator=generator) * least).bfloat16()
+
+    for tokens, columns, rank, alpha in ((1, 256, 16, 0.5), (17, 80, 32, 1.0), (130, 1040, 144, -0.25)):
+        gate_up = torch.randn(tokens, 2 * columns, generator=generator).bfloat16()
+        hidden, low_rank = few_bits(tokens, rank, 0.25, 8), few_bits(2 * columns, rank, 0.125, 8)
+        arguments = (gate_up.to(device), hidden.to(device), low_rank.to(device), alpha)
+        yield Case(f"rank {rank}, {tokens}x{columns}, alpha {alpha}", arguments)
+
+
 def gate_residual_(device: torch.device) -> Iterator[Case]:
     generator = torch.Generator().manual_seed(3)
     for number, (tokens, columns, kind) in enumerate(KINDS):
@@ -171,7 +185,15 @@ def gate_residual_(device: torch.device) -> Iterator[Case]:
 
 CASES = {
     function.__name__: function
-    for function in (norm_modulate, norm_modulate_nvfp4, rows_nvfp4, swiglu, swiglu_nvfp4, gate_residual_)
+    for function in (
+        norm_modulate,
+        norm_modulate_nvfp4,
+        rows_nvfp4,
+        swiglu,
+        swiglu_nvfp4,
+        swiglu_side,
+        gate_residual_,
+    )  # fmt: skip
 }
 
 

@@ -34,6 +34,7 @@ UI_ONLY = {"MarkdownNote"}
 FILE_INPUTS = {  # inputs that name a file, and the folder below the base directory where it is looked for
     ("H3BW_LoadNVFP4", "unet_name"): "models/diffusion_models",
     ("H3BW_QuantizeCheckpoint", "unet_name"): "models/diffusion_models",
+    ("H3BW_LoraSideBranch", "lora_name"): "models/loras",
     ("CLIPLoader", "clip_name"): "models/text_encoders",
     ("VAELoader", "vae_name"): "models/vae",
     ("LoadImage", "image"): "input",
@@ -140,7 +141,7 @@ def fault(spec: list, value: Any) -> str | None:
 def test_twins():
     assert sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json")) == NAMES
     assert len(SELFTESTS) == 2
-    assert len(REAL) == 3
+    assert len(REAL) == 4
     assert len(BENCHES) == 2
     assert len(CONVERSIONS) == 1
 

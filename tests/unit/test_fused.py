@@ -198,13 +198,57 @@ def test_other_arguments_that_do_not_fit():
         fused.gate_residual_(torch.zeros(3, 16), torch.zeros(1, 16), torch.zeros(2, 16), [])
 
 
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(1, 16, 4), (17, 80, 16), (129, 48, 33)])
+def test_swiglu_with_a_low_rank_update(rows, columns, rank):
+    """The update goes into gate_up in place, as beside an unfused linear, and then through SwiGLU; inputs unchanged."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (rows, 2 * columns), (rows, rank), (2 * columns, rank)
+    gate_up, hidden, low_rank = (torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)
+    before = [t.clone() for t in (gate_up, hidden, low_rank)]
+    found = fused.swiglu_side(gate_up, hidden, low_rank, 0.3)
+    assert all(torch.equal(a, b) for a, b in zip(before, (gate_up, hidden, low_rank), strict=True))
+    expected = gate_up.clone()
+    expected.addmm_(hidden, low_rank.t(), alpha=0.3)
+    assert torch.equal(found, fused.swiglu(expected)) and not torch.equal(found, fused.swiglu(gate_up))
+    assert fused.OPS["swiglu_side"].bytes_moved(rows, columns) == 6 * rows * columns
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"hidden": torch.zeros(2, 4)}, ValueError, r"hidden must be \[3, r\] and low_rank \[32, r\]"),
+        ({"low_rank": torch.zeros(32, 5)}, ValueError, r"hidden must be \[3, r\] and low_rank \[32, r\]"),
+        ({"gate_up": torch.zeros(3, 31)}, ValueError, "even number of columns"),
+        ({"hidden": torch.zeros(3, 4).half()}, TypeError, "must have gate_up's dtype"),
+        ({"hidden": torch.zeros(3)}, ValueError, "hidden must be"),
+    ],
+)
+def test_swiglu_side_refuses_what_does_not_fit(change, error, text):
+    given = {"gate_up": torch.zeros(3, 32), "hidden": torch.zeros(3, 4), "low_rank": torch.zeros(32, 4), **change}
+    with pytest.raises(error, match=text):
+        fused.swiglu_side(*given.values(), 1.0)
+
+
+def test_swiglu_side_takes_ranks_that_a_tensor_core_divides():
+    accepts = fused.OPS["swiglu_side"].implementations[0].accepts
+    gate_up = torch.zeros(3, 32, dtype=torch.bfloat16)
+
+    def factors(rank, dtype=torch.bfloat16):
+        return torch.zeros(3, rank, dtype=dtype), torch.zeros(32, rank, dtype=dtype)
+
+    assert accepts(gate_up, *factors(48), 1.0) is None
+    assert "multiple of 16, have 20" in accepts(gate_up, *factors(20), 1.0)
+    assert "contiguous bfloat16" in accepts(gate_up, *factors(16, torch.float32), 1.0)
+    assert "contiguous bfloat16" in accepts(gate_up, factors(32)[0][:, ::2], factors(16)[1], 1.0)
+
+
 # ---------------------------------------------------------------- the registry
 
 
 def test_the_folder_is_the_registry():
     assert not fused.BROKEN
     assert set(fused.OPS) >= {
-        "gate_residual_", "norm_modulate", "norm_modulate_nvfp4", "rows_nvfp4", "swiglu", "swiglu_nvfp4",
+        "gate_residual_", "norm_modulate", "norm_modulate_nvfp4", "rows_nvfp4", "swiglu", "swiglu_nvfp4", "swiglu_side",
     }  # fmt: skip
     for name, op in fused.OPS.items():
         assert op.summary and callable(getattr(fused, name)) and getattr(fused, name).__name__ == name

@@ -18,9 +18,10 @@ POINTERS = {
     "x_ptr": "*i32", "y_ptr": "*i32", "weight_ptr": "*i32", "factor_ptr": "*i32", "offset_ptr": "*i32",
     "gate_ptr": "*i32", "index_ptr": "*i32", "amax_ptr": "*i32", "out_ptr": "*i32", "rstd_ptr": "*fp32",
     "decode_ptr": "*fp32", "codes_ptr": "*u8", "scales_ptr": "*u8", "scale_ptr": "*fp32", "shift_ptr": "*fp32",
-    "eps": "fp32",
+    "eps": "fp32", "gate_up_ptr": "*bf16", "hidden_ptr": "*bf16", "low_rank_ptr": "*bf16", "z_ptr": "*bf16",
+    "alpha": "fp32",
 }  # fmt: skip
-ALIGNED = ("K", "x_stride", "y_stride", "head_stride", "scale_stride", "shift_stride")
+ALIGNED = ("F", "rank", "K", "x_stride", "y_stride", "head_stride", "scale_stride", "shift_stride")
 HALF, SWIGLU_HALF, ROWS_HALF = 2688, 7168, 3584  # words of a row: H3's hidden, ffn and inner widths
 
 
@@ -29,6 +30,7 @@ def cases():
     modulate = pack_module("kernels.fused._modulate_triton")
     swiglu = pack_module("kernels.fused._swiglu_triton")
     gate = pack_module("kernels.fused._gate_triton")
+    side = pack_module("kernels.fused._side_triton")
     m, q, a = modulate.MEASURE, modulate.QUANTISE, modulate.AMAX
     row_q, row_m, b = modulate.ROW_QUANTISE, modulate.ROW_MODULATE, modulate.MODULATE
     tail = modulate.tail_of
@@ -61,6 +63,11 @@ def cases():
             swiglu.swiglu_tiles,
             {"HALF": SWIGLU_HALF, "R": swiglu.ELEMENTWISE.rows, "W": swiglu.ELEMENTWISE.words, **tile},
             swiglu.ELEMENTWISE.warps, False, 96, True,
+        ),
+        "swiglu side": (
+            side.swiglu_side_tiles,
+            {"R": side.TILE_ROWS, "W": side.TILE_COLUMNS, "D": 32, "ASM": True},
+            side.WARPS, False, 255, True,
         ),
         "gate": (
             gate.gate_tiles,
@@ -126,7 +133,7 @@ def own_cache(tmp_path_factory):
 @pytest.mark.parametrize("capability", TARGETS, ids=TARGETS.values())
 @pytest.mark.parametrize(
     "name",
-    ["prepare", "measure", "amax", "modulate bf16", "row bf16", "row static", "swiglu bf16", "gate",
+    ["prepare", "measure", "amax", "modulate bf16", "row bf16", "row static", "swiglu bf16", "swiglu side", "gate",
      "quantise norm=False", "quantise norm=True", "swiglu amax", "swiglu quantise", "rows amax", "rows quantise"],
 )  # fmt: skip
 def test_machine_code(name, capability, tmp_path):

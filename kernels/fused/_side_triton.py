@@ -1,0 +1,60 @@
+"""Triton kernel of SwiGLU with a low-rank update of its input: tiles of results, two small products on the way."""
+
+import torch
+import triton
+import triton.language as tl
+
+from . import _launch
+from ._swiglu_triton import silu
+from ._words_triton import ASM, NO_FUSION
+
+# Chosen by registers alone (no spills on any target), not measured on hardware.
+TILE_ROWS, TILE_COLUMNS, WARPS = 64, 64, 8
+
+
+@triton.jit
+def _updated(y_at, hidden_row, low_rank_row, inside, rank, alpha, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """fp32 of bf16(y + alpha * hidden @ low_rank.T), a tile."""
+    total = tl.zeros([R, W], tl.float32)
+    depth = tl.arange(0, D)
+    for start in range(0, rank, D):
+        a = tl.load(hidden_row + (start + depth)[None, :])
+        b = tl.load(low_rank_row + (start + depth)[None, :])
+        total = tl.dot(a, tl.trans(b), total)
+    y = tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
+    return (y + alpha * total).to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit
+def swiglu_side_tiles(
+    gate_up_ptr, hidden_ptr, low_rank_ptr, z_ptr, M, F, rank, alpha,
+    R: tl.constexpr, W: tl.constexpr, D: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """``bf16(bf16(silu(gate')) * up')``; every pointer bf16, rows contiguous, rank a multiple of D."""
+    rows = tl.program_id(1) * R + tl.arange(0, R)
+    columns = tl.program_id(0) * W + tl.arange(0, W)
+    inside = (rows < M)[:, None] & (columns < F)[None, :]
+    # Rows and columns outside are read from the last one inside, so that the products need no masks.
+    row = tl.minimum(rows, M - 1).to(tl.int64)[:, None]
+    column = tl.minimum(columns, F - 1).to(tl.int64)
+    hidden_row = hidden_ptr + row * rank
+    y_at = gate_up_ptr + row * (2 * F) + column[None, :]
+    gate_row = low_rank_ptr + column[:, None] * rank
+    gate = _updated(y_at, hidden_row, gate_row, inside, rank, alpha, R, W, D)
+    up = _updated(y_at + F, hidden_row, gate_row + F.to(tl.int64) * rank, inside, rank, alpha, R, W, D)
+    product = silu(gate, ASM).to(tl.bfloat16).to(tl.float32) * up
+    tl.store(z_ptr + row * F + column[None, :], product.to(tl.bfloat16), mask=inside)
+
+
+def swiglu_side(gate_up, hidden, low_rank, alpha):
+    """The ``triton`` implementation of ``swiglu_side``."""
+    rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
+    z = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device)
+    grid = (triton.cdiv(columns, TILE_COLUMNS), triton.cdiv(rows, TILE_ROWS))
+    rank = hidden.shape[1]
+    with _launch.on(gate_up.device):
+        swiglu_side_tiles[grid](
+            gate_up, hidden, low_rank, z, rows, columns, rank, float(alpha),
+            R=TILE_ROWS, W=TILE_COLUMNS, D=32 if rank % 32 == 0 else 16, ASM=ASM, num_warps=WARPS, **NO_FUSION,
+        )  # fmt: skip
+    return z
