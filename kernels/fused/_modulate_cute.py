@@ -12,8 +12,8 @@ so four accumulators a lane and a few shuffles give ATen's sum in ATen's order (
 in shared memory as fp32, unpacked once by a CTA that then takes many rows.
 
 Two 16-byte loads fetch a block. Eight neighbouring lanes would then hit 16 of the 32 banks twice; lanes 4..7 of eight
-therefore load, and work on, the second half of their block first (`swapped`). Neither the sum nor the block's maximum
-minds, and the two words of codes are put right before they are stored.
+therefore load, and work on, the second half of their block first (`swapped`). The accumulators, once a row, and the two
+words of codes are put right afterwards.
 
 Instructions are what this costs, not bytes, so the e2m1 rounding is shorter than the Triton kernels' (`_codes`). It
 needs a decode scale within 2**+-100; other ones, zero, NaN and infinity take a longer body of the same kernel.
@@ -398,11 +398,17 @@ def _place(lane):
     return lane * 32 + (lane // 4) % 2 * 16
 
 
-def _rstd_of(blocks, columns, eps):
+def _rstd_of(blocks, lane, columns, eps):
     """rstd of a row from all its words, in every lane."""
     totals = ()
     for block in blocks:
         totals = inline_ptx(_squares(not totals), write_only_types=[Float32] * 4, read_only_args=[*block, *totals])
+    totals = inline_ptx(
+        "{\n.reg .pred p;\nsetp.ne.s32 p, {$r4}, 0;\n"
+        + "".join(f"selp.f32 {{$w{at}}}, {{$r{at ^ 2}}}, {{$r{at}}}, p;\n" for at in range(4))
+        + "}",
+        write_only_types=[Float32] * 4, read_only_args=[*totals, lane // 4 % 2],
+    )  # fmt: skip
     # ATen's thread 32w + 4v + a is accumulator a of lane 8w + v. Within a warp of its: i += i + 16, 8, 4 (v += 4, 2, 1),
     # then 2 and 1 (a); then the warps: w += 2, 1.
     for distance in (4, 2, 1):
@@ -417,8 +423,8 @@ def _rstd_of(blocks, columns, eps):
     )  # fmt: skip
 
 
-def _rstd(blocks, rstd_at, row, columns, eps, compute):
-    return _rstd_of(blocks, columns, eps) if compute else _load(Float32, rstd_at + Int64(row) * 4)
+def _rstd(blocks, rstd_at, row, lane, columns, eps, compute):
+    return _rstd_of(blocks, lane, columns, eps) if compute else _load(Float32, rstd_at + Int64(row) * 4)
 
 
 def _tables(factor, offset, table_row, lane, columns):
@@ -438,7 +444,7 @@ def _measure_rows(
     while row < rows:
         table_row = _load(Int32, index + Int64(row) * 4)
         blocks = _row_blocks(_row_address(x, stride, row, lane), lane, columns, True)
-        rstd = _rstd_of(blocks, columns, eps)
+        rstd = _rstd_of(blocks, lane, columns, eps)
         if lane == 0:
             inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[rstd_at + Int64(row) * 4, rstd])
         tables = _tables(factor, offset, table_row, lane, columns)
@@ -488,7 +494,7 @@ def _quantise_rows(
             table_row = _load(Int32, index + Int64(row) * 4)
             halves = _row_address(x, stride, row, lane)
             blocks = _row_blocks(halves, lane, columns, mode == "static")
-            rstd = _rstd(blocks, rstd_at, row, columns, eps, mode == "static")
+            rstd = _rstd(blocks, rstd_at, row, lane, columns, eps, mode == "static")
             blocks = blocks if keep else []
             tables = _tables(factor, offset, table_row, lane, columns)
             given = (rstd, shared + lane * 16, *tables, *scaling)
