@@ -288,9 +288,7 @@ def _fill_weight(weight: Int64, shared: Int32, tid: Int32, columns: cutlass.Cons
         half = ((element % 16) // 8) ^ ((lane // 4) % 2)
         quarter = half * 2 + (element % 8) // 4
         place = (((element // CHUNK) * 4 + quarter) * WARP + lane) * 16 + (element % 4) * 4
-        inline_ptx(
-            "st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[shared + place, even, odd]
-        )
+        inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[shared + place, even, odd])
     cute.arch.sync_threads()
 
 
@@ -329,7 +327,8 @@ def rows_kernel(
         g = _decode_scale(amax_at)
         if row == 0 and lane == 0:
             inline_ptx("st.global.f32 [{$r0}], {$r1};", read_only_args=[decode_at, g])
-    arguments = (x, stride, factor, offset, index, rstd_at, amax_at, codes, scales, rows, eps, g, shared, lane, row, step)
+    tensors = (x, stride, factor, offset, index, rstd_at, amax_at, codes, scales)
+    arguments = (*tensors, rows, eps, g, shared, lane, row, step)
     if cutlass.const_expr(mode == "measure"):
         _measure_rows(*arguments, columns)
     else:
@@ -409,8 +408,8 @@ def _rstd_of(blocks, lane, columns, eps):
         + "}",
         write_only_types=[Float32] * 4, read_only_args=[*totals, lane // 4 % 2],
     )  # fmt: skip
-    # ATen's thread 32w + 4v + a is accumulator a of lane 8w + v. Within a warp of its: i += i + 16, 8, 4 (v += 4, 2, 1),
-    # then 2 and 1 (a); then the warps: w += 2, 1.
+    # ATen's thread 32w + 4v + a is accumulator a of lane 8w + v. Within a warp of its: i += i + 16, 8, 4 (over v: 4, 2,
+    # 1), then 2 and 1 (over a); then the warps: w += w + 2, 1.
     for distance in (4, 2, 1):
         totals = [_add_lane(total, distance) for total in totals]
     total = (totals[0] + totals[2]) + (totals[1] + totals[3])
@@ -418,7 +417,8 @@ def _rstd_of(blocks, lane, columns, eps):
         total = _add_lane(total, distance)
     width = f"0f{struct.unpack('>I', struct.pack('>f', columns))[0]:08X}"
     return inline_ptx(
-        f"{{\n.reg .f32 s;\ndiv.rn.f32 s, {{$r0}}, {width};\nadd.rn.f32 s, s, {{$r1}};\nrsqrt.approx.ftz.f32 {{$w0}}, s;\n}}",
+        f"{{\n.reg .f32 s;\ndiv.rn.f32 s, {{$r0}}, {width};\nadd.rn.f32 s, s, {{$r1}};\n"
+        "rsqrt.approx.ftz.f32 {$w0}, s;\n}",
         write_only_types=[Float32], read_only_args=[total, eps],
     )  # fmt: skip
 
@@ -451,7 +451,7 @@ def _measure_rows(
         weight = shared + lane * 16
         for chunk in cutlass.range_constexpr(columns // CHUNK):
             largest = _largest(blocks[chunk], chunk, rstd, weight, tables, largest)
-        if cutlass.const_expr(columns % CHUNK):
+        if cutlass.const_expr(columns % CHUNK):  # noqa: SIM102 - the compiler's condition, and the kernel's
             if lane < columns % CHUNK // 16:
                 largest = _largest(blocks[columns // CHUNK], columns // CHUNK, rstd, weight, tables, largest)
         row += step
@@ -498,11 +498,12 @@ def _quantise_rows(
             blocks = blocks if keep else []
             tables = _tables(factor, offset, table_row, lane, columns)
             given = (rstd, shared + lane * 16, *tables, *scaling)
+            out = (code_at, scale_at, swapped, fp4, wide)
             for chunk in cutlass.range_constexpr(columns // CHUNK):
-                _emit(_block_words(blocks, halves, chunk, lane, columns), chunk, given, code_at, scale_at, swapped, fp4, wide)
+                _emit(_block_words(blocks, halves, chunk, lane, columns), chunk, given, *out)
             if cutlass.const_expr(last):
                 if lane < last:
-                    _emit(_block_words(blocks, halves, whole, lane, columns), whole, given, code_at, scale_at, swapped, fp4, wide)
+                    _emit(_block_words(blocks, halves, whole, lane, columns), whole, given, *out)
                 elif lane < (last + 3) // 4 * 4:
                     _store_zeros(scale_at + whole * 4096, 1)
         else:
