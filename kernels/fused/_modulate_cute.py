@@ -17,6 +17,8 @@ words of codes are put right afterwards.
 
 Instructions are what this costs, not bytes, so the e2m1 rounding is shorter than the Triton kernels' (`_codes`). It
 needs a decode scale within 2**+-100; other ones, zero, NaN and infinity take a longer body of the same kernel.
+
+Not run on hardware yet: its PTX was executed in an emulator, and gave the bits of the chain written out in numpy.
 """
 
 import struct
