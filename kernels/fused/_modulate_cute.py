@@ -15,8 +15,8 @@ Two 16-byte loads fetch a block. Eight neighbouring lanes would then hit 16 of t
 therefore load, and work on, the second half of their block first (`swapped`). The accumulators, once a row, and the two
 words of codes are put right afterwards.
 
-Instructions are what this costs, not bytes, so the e2m1 rounding is shorter than the Triton kernels' (`_codes`). It
-needs a decode scale within 2**+-100; other ones, zero, NaN and infinity take a longer body of the same kernel.
+Instructions are what this costs, not bytes, so the e2m1 rounding is shorter than the Triton kernels' (`_codes`). On one
+H200 it is level with them all the same (research/REPRODUCIBILITY.md). It needs a decode scale within 2**+-100; other ones, zero, NaN and infinity take a longer body of the same kernel.
 
 Not run on hardware yet: its PTX was executed in an emulator, and gave the bits of the chain written out in numpy.
 """
@@ -167,10 +167,9 @@ def _codes(codes, wide):
     Magnitudes above 6 become about 6 while they are bf16 (`clamp`: within 2**-8 of 6/e, and anything from 5 to 7 rounds
     to 6). Then v = |h| * e rounds to two significant bits from 1 on and to halves below:
 
-        m = max(v, 1);  r = fma(m, 2**22, v);  q = fma(m, -2**22, r)
+        m = power of two below max(v, 1);  r = fma(m, 2**22, v);  q = fma(m, -2**22, r)
 
-    r has m's exponent plus 22, so one unit in its last place is half the power of two below m; both are even multiples
-    at a tie, which therefore goes to even. e is scaled by 2**-6, so that q is an e4m3 number (subnormal below 1) whose
+    One unit in the last place of r is m / 2, the step, and fp32 addition sends ties to even. e is scaled by 2**-6, so that q is an e4m3 number (subnormal below 1) whose
     bits 2..4 are the e2m1 code; one instruction makes two of them. When e may be too small for that (`wide`), q is
     scaled instead, and what e4m3 makes of a NaN is cut down to its code, 7.
     """
@@ -201,6 +200,9 @@ def _codes(codes, wide):
                         f"abs.f32 {name}, {name};",
                         f"mul.rn.ftz.f32 {name}, {name}, e;",
                         f"max.f32 m, {name}, {one};",
+                        "mov.b32 v, m;",
+                        "and.b32 v, v, 0x7F800000;",
+                        "mov.b32 m, v;",
                         f"fma.rn.f32 r, m, {TWO_22}, {name};",
                         f"fma.rn.f32 {name}, m, {MINUS_TWO_22}, r;",
                     ]

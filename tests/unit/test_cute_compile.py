@@ -18,7 +18,7 @@ TARGETS = {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120a", (12, 1): "s
 SHARED_PER_SM = {(9, 0): 233472, (10, 0): 233472, (12, 0): 102400, (12, 1): 102400}
 H3 = 5376
 # Instructions an element that a lane carries, without hardware FP4 and with it.
-AT_MOST = {"static": (18, 13.5), "measure": (9, 9), "quantise": (16, 11.5)}
+AT_MOST = {"static": (19, 13.5), "measure": (9, 9), "quantise": (17, 11.5)}
 ROW_SPILLS = 16  # instructions of a row's 2,000 to 3,000 that may keep addresses in local memory
 
 
