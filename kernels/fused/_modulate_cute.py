@@ -16,7 +16,8 @@ therefore load, and work on, the second half of their block first (`swapped`). T
 words of codes are put right afterwards.
 
 Instructions are what this costs, not bytes, so the e2m1 rounding is shorter than the Triton kernels' (`_codes`). On one
-H200 it is level with them all the same (research/REPRODUCIBILITY.md). It needs a decode scale within 2**+-100; other ones, zero, NaN and infinity take a longer body of the same kernel.
+H200 it is level with them all the same (research/REPRODUCIBILITY.md). It needs a decode scale within 2**+-100; other
+ones, zero, NaN and infinity take a longer body of the same kernel.
 
 Not run on hardware yet: its PTX was executed in an emulator, and gave the bits of the chain written out in numpy.
 """
