@@ -220,7 +220,7 @@ def _certificate(op, implementation: str, device: torch.device) -> Certificate:
     item = {entry.name: entry for entry in op.implementations}[implementation]
 
     def compare() -> tuple[str | None, str]:
-        cases = op.cases or _cases().CASES.get(op.name)
+        cases = item.cases or op.cases or _cases().CASES.get(op.name)
         if cases is None:
             return "the op brings no cases to be certified with", ""
         oracle = ""
@@ -237,14 +237,16 @@ def _certificate(op, implementation: str, device: torch.device) -> Certificate:
 
 def _norm_certificate(chosen: dict, label: str, device: torch.device) -> Certificate:
     def key() -> str:
-        keys = [_key(op, item, device) for op, item in chosen.values()]
+        keys = [_key(op, item, device) for op, items in chosen.values() for item in items]
         return _digest(NORM, *keys) if all(keys) else ""
 
     def compare() -> tuple[str | None, str]:
         oracle = "torch.nn.functional.rms_norm, every bit"
         for name, text, arguments in _cases().norms(device):
-            run = chosen[name][1].run
-            reason = parity.equal_reason(run(*arguments, "fused"), run(*arguments, "aten"))
+            found = {norm: _taking(chosen[name][1], (*arguments, norm)) for norm in ("fused", "aten")}
+            if None in found.values():
+                continue  # such calls run as the reference, with ATen's norm whichever is asked for
+            reason = parity.equal_reason(found["fused"](*arguments, "fused"), found["aten"](*arguments, "aten"))
             if reason is not None:
                 return f"norm='fused' of {name}, {text}: {reason}", oracle
         return None, oracle
@@ -358,24 +360,28 @@ def _implementations(device: torch.device) -> list[tuple]:
 
 
 def _norm_implementations(device: torch.device) -> tuple[dict, str | None]:
-    """``{op name: (op, implementation)}`` that ``auto`` takes for the modulation ops, or why one of them has none."""
+    """``{op name: (op, implementations)}`` that ``auto`` may take for the modulation ops, or why one has none."""
     chosen = {}
     for name in NORM_OPS:
         op = _ops().get(name)
-        usable = (
+        usable = [
             item
             for item in (op.implementations if op else ())
             if item.refuse(device) is None and refusal(op, item.name, device) is None
-        )
-        item = next(usable, None)
-        if item is None:
+        ]
+        if not usable:
             return {}, f"{name} runs as its reference"
-        chosen[name] = op, item
+        chosen[name] = op, usable
     return chosen, None
 
 
+def _taking(items: list, arguments: tuple) -> Callable | None:
+    """What runs these arguments: the first implementation that accepts them, or None."""
+    return next((item.run for item in items if item.accepts(*arguments) is None), None)
+
+
 def _norm_label(chosen: dict) -> str:
-    return "+".join(dict.fromkeys(item.name for _, item in chosen.values()))
+    return "+".join(dict.fromkeys(item.name for _, items in chosen.values() for item in items))
 
 
 # ---------------------------------------------------------------- keys and files
@@ -413,6 +419,7 @@ def environment(device: torch.device) -> dict:
         "torch": torch.__version__,
         "torch_cuda": torch.version.cuda,
         "triton": next(filter(None, map(_version, _TRITON_NAMES)), None),
+        "nvidia-cutlass-dsl": _version("nvidia-cutlass-dsl"),
         "comfy-kitchen": _version("comfy-kitchen"),
         "oracle": _oracle(device),
         "ptxas": {name: value for name, value in sorted(os.environ.items()) if name.startswith("TRITON_PTXAS")},

@@ -34,12 +34,14 @@ class Implementation:
 
     ``run`` takes the op's own arguments after validation. ``refuse(device)`` gives the reason why it cannot run on a
     device, ``accepts(*arguments)`` the reason why it cannot take these, or None. Neither imports or launches anything.
+    ``cases`` are what it is certified with instead of the op's: for one that takes none of those.
     """
 
     name: str
     run: Callable
     refuse: Callable[[torch.device], str | None]
     accepts: Callable[..., str | None] = lambda *arguments: None
+    cases: Callable | None = None
 
 
 @dataclass(frozen=True)
@@ -93,18 +95,26 @@ def choose(op: Op, device: torch.device, impl: str) -> tuple[str, dict[str, str]
 
 
 def run(op: Op, device: torch.device, impl: str, *args):
-    """Run the implementation that :func:`choose` picks; ``auto`` runs the reference when it does not take these."""
+    """Run the implementation that :func:`choose` picks; ``auto`` goes on to one that takes these arguments."""
     name, _ = choose(op, device, impl)
-    for item in op.implementations:
-        if item.name == name:
-            reason = item.accepts(*args)
-            if reason is None:
+    known = {item.name: item for item in op.implementations}
+    if name in known:
+        reason = known[name].accepts(*args)
+        if reason is None:
+            return known[name].run(*args)
+        if impl != "auto":
+            raise FusedRefused(op.name, {name: reason})
+        for item in list(known.values())[list(known).index(name) + 1 :]:
+            if item.accepts(*args) is None and usable(op, item, device):
                 return item.run(*args)
-            if impl != "auto":
-                raise FusedRefused(op.name, {name: reason})
     if impl == "auto" and op.stand_in is not None:
         return op.stand_in(*args)
     return op.reference(*args)
+
+
+def usable(op: Op, item: Implementation, device: torch.device) -> bool:
+    """Whether an implementation neither refuses a device nor lacks its certificate there."""
+    return item.refuse(device) is None and certify.refusal(op, item.name, torch.device(device)) is None
 
 
 def check_rows(op: str, name: str, tensor: torch.Tensor, columns: int | None = None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import nvfp4
-from . import _launch, _op
+from . import _launch, _op, norm_modulate_nvfp4__cute
 from .norm_modulate import accepts, check
 from .norm_modulate import reference as bf16_reference
 
@@ -33,12 +33,27 @@ def _triton(*arguments):
     return _modulate_triton.nvfp4_rows(*arguments)
 
 
+def _own_norm_cases(device):
+    from . import _cases
+
+    return _cases.norm_modulate_nvfp4(device, "fused")
+
+
+TRITON = _op.Implementation("triton", _triton, _launch.device_refusal, accepts)
+CUTE = _op.Implementation(
+    "cute",
+    norm_modulate_nvfp4__cute.run,
+    norm_modulate_nvfp4__cute.refuse,
+    norm_modulate_nvfp4__cute.accepts,
+    cases=_own_norm_cases,
+)
+
 OP = _op.Op(
     "norm_modulate_nvfp4",
     "RMSNorm and per-segment modulation, NVFP4 out",
     reference,
     bytes_moved,
-    (_op.Implementation("triton", _triton, _launch.device_refusal, accepts),),
+    (TRITON, CUTE),  # `auto` takes the first that accepts
     stand_in=stand_in,
 )
 
