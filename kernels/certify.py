@@ -137,7 +137,7 @@ def refusal(op, implementation: str, device) -> str | None:
 
 
 def ensure(device) -> None:
-    """Probe every implementation that does not refuse ``device``, and the norm; what is known is not probed again."""
+    """Probe what ``auto`` may take on ``device``, and the norm; what is known is not probed again."""
     device = indexed(device)
     if not needs(device):
         return
@@ -237,16 +237,14 @@ def _certificate(op, implementation: str, device: torch.device) -> Certificate:
 
 def _norm_certificate(chosen: dict, label: str, device: torch.device) -> Certificate:
     def key() -> str:
-        keys = [_key(op, item, device) for op, items in chosen.values() for item in items]
+        keys = [_key(op, item, device) for op, item in chosen.values()]
         return _digest(NORM, *keys) if all(keys) else ""
 
     def compare() -> tuple[str | None, str]:
         oracle = "torch.nn.functional.rms_norm, every bit"
         for name, text, arguments in _cases().norms(device):
-            found = {norm: _taking(chosen[name][1], (*arguments, norm)) for norm in ("fused", "aten")}
-            if None in found.values():
-                continue  # such calls run as the reference, with ATen's norm whichever is asked for
-            reason = parity.equal_reason(found["fused"](*arguments, "fused"), found["aten"](*arguments, "aten"))
+            run = chosen[name][1].run
+            reason = parity.equal_reason(run(*arguments, "fused"), run(*arguments, "aten"))
             if reason is not None:
                 return f"norm='fused' of {name}, {text}: {reason}", oracle
         return None, oracle
@@ -356,32 +354,33 @@ def _cases():
 
 
 def _implementations(device: torch.device) -> list[tuple]:
-    return [(op, item) for op in _ops().values() for item in op.implementations if item.refuse(device) is None]
+    return [
+        (op, item)
+        for op in _ops().values()
+        for item in op.implementations
+        if not item.by_name and item.refuse(device) is None
+    ]
 
 
 def _norm_implementations(device: torch.device) -> tuple[dict, str | None]:
-    """``{op name: (op, implementations)}`` that ``auto`` may take for the modulation ops, or why one has none."""
+    """``{op name: (op, implementation)}`` that ``auto`` takes for the modulation ops, or why one of them has none."""
     chosen = {}
     for name in NORM_OPS:
         op = _ops().get(name)
-        usable = [
+        usable = (
             item
             for item in (op.implementations if op else ())
-            if item.refuse(device) is None and refusal(op, item.name, device) is None
-        ]
-        if not usable:
+            if not item.by_name and item.refuse(device) is None and refusal(op, item.name, device) is None
+        )
+        item = next(usable, None)
+        if item is None:
             return {}, f"{name} runs as its reference"
-        chosen[name] = op, usable
+        chosen[name] = op, item
     return chosen, None
 
 
-def _taking(items: list, arguments: tuple) -> Callable | None:
-    """What runs these arguments: the first implementation that accepts them, or None."""
-    return next((item.run for item in items if item.accepts(*arguments) is None), None)
-
-
 def _norm_label(chosen: dict) -> str:
-    return "+".join(dict.fromkeys(item.name for _, items in chosen.values() for item in items))
+    return "+".join(dict.fromkeys(item.name for _, item in chosen.values()))
 
 
 # ---------------------------------------------------------------- keys and files

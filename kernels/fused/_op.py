@@ -34,7 +34,8 @@ class Implementation:
 
     ``run`` takes the op's own arguments after validation. ``refuse(device)`` gives the reason why it cannot run on a
     device, ``accepts(*arguments)`` the reason why it cannot take these, or None. Neither imports or launches anything.
-    ``cases`` are what it is certified with instead of the op's: for one that takes none of those.
+    ``cases`` are what it is certified with instead of the op's: for one that takes none of those. One that is ``by_name``
+    runs, and is certified, only when asked for by its name: ``auto`` has a faster one.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Implementation:
     refuse: Callable[[torch.device], str | None]
     accepts: Callable[..., str | None] = lambda *arguments: None
     cases: Callable | None = None
+    by_name: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,8 @@ def choose(op: Op, device: torch.device, impl: str) -> tuple[str, dict[str, str]
         return impl, {}
     reasons: dict[str, str] = {}
     for item in op.implementations:
+        if item.by_name:
+            continue
         reason = item.refuse(device) or certify.refusal(op, item.name, device)
         if reason is None:
             return item.name, reasons
@@ -95,26 +99,18 @@ def choose(op: Op, device: torch.device, impl: str) -> tuple[str, dict[str, str]
 
 
 def run(op: Op, device: torch.device, impl: str, *args):
-    """Run the implementation that :func:`choose` picks; ``auto`` goes on to one that takes these arguments."""
+    """Run the implementation that :func:`choose` picks; ``auto`` runs the reference when it does not take these."""
     name, _ = choose(op, device, impl)
-    known = {item.name: item for item in op.implementations}
-    if name in known:
-        reason = known[name].accepts(*args)
-        if reason is None:
-            return known[name].run(*args)
-        if impl != "auto":
-            raise FusedRefused(op.name, {name: reason})
-        for item in list(known.values())[list(known).index(name) + 1 :]:
-            if item.accepts(*args) is None and usable(op, item, device):
+    for item in op.implementations:
+        if item.name == name:
+            reason = item.accepts(*args)
+            if reason is None:
                 return item.run(*args)
+            if impl != "auto":
+                raise FusedRefused(op.name, {name: reason})
     if impl == "auto" and op.stand_in is not None:
         return op.stand_in(*args)
     return op.reference(*args)
-
-
-def usable(op: Op, item: Implementation, device: torch.device) -> bool:
-    """Whether an implementation neither refuses a device nor lacks its certificate there."""
-    return item.refuse(device) is None and certify.refusal(op, item.name, torch.device(device)) is None
 
 
 def check_rows(op: str, name: str, tensor: torch.Tensor, columns: int | None = None) -> None:

@@ -27,23 +27,21 @@ def test_package(host, monkeypatch, version, expected):
     assert reason is None if expected is None else expected in reason
 
 
-def test_auto_goes_on_to_one_that_accepts():
+def test_what_runs_by_name_only_is_not_taken_by_auto(monkeypatch):
     op_module, fused = pack_module("kernels.fused._op"), pack_module("kernels.fused")
     cpu = torch.device("cpu")
 
-    def item(name, takes, refusal=None):
-        return fused.Implementation(
-            name,
-            lambda value: f"{name} {value}",
-            lambda device: refusal,
-            lambda value: None if value in takes else "no",
-        )
+    def item(name, refusal=None, **fields):
+        return fused.Implementation(name, lambda value: f"{name} {value}", lambda device: refusal, **fields)
 
     op = op_module.Op(
         "made_up", "", lambda value: f"reference {value}", lambda *a: 0,
-        (item("first", (1,)), item("broken", (2, 3), "broken"), item("second", (1, 2))),
+        (item("broken", "broken"), item("other", by_name=True)),
     )  # fmt: skip
-    found = [op_module.run(op, cpu, "auto", value) for value in (1, 2, 3)]
-    assert found == ["first 1", "second 2", "reference 3"]
-    with pytest.raises(fused.FusedRefused, match="first: no"):
-        op_module.run(op, cpu, "first", 2)
+    assert op_module.run(op, cpu, "auto", 1) == "reference 1"
+    assert op_module.choose(op, cpu, "auto") == ("reference", {"broken": "broken"})
+    assert op_module.run(op, cpu, "other", 1) == "other 1"
+    certify = pack_module("kernels.certify")
+    monkeypatch.setattr(certify, "_ops", lambda: {"made_up": op})
+    assert certify._implementations(cpu) == []
+    assert pack_module("kernels.fused.norm_modulate_nvfp4").CUTE.by_name
