@@ -170,9 +170,10 @@ def _codes(codes, wide):
 
         m = power of two below max(v, 1);  r = fma(m, 2**22, v);  q = fma(m, -2**22, r)
 
-    One unit in the last place of r is m / 2, the step, and fp32 addition sends ties to even. e is scaled by 2**-6, so that q is an e4m3 number (subnormal below 1) whose
-    bits 2..4 are the e2m1 code; one instruction makes two of them. When e may be too small for that (`wide`), q is
-    scaled instead, and what e4m3 makes of a NaN is cut down to its code, 7.
+    One unit in the last place of r is m / 2, the step, and fp32 addition sends ties to even. e is scaled by 2**-6, so
+    that q is an e4m3 number (subnormal below 1) whose bits 2..4 are the e2m1 code; one instruction makes two of them.
+    When e may be too small for that (`wide`), q is scaled instead, and what e4m3 makes of a NaN is cut down to its
+    code, 7.
     """
     scale_e = [] if wide else [f"mul.rn.f32 e, e, {SCALED_ONE};"]
     lines = [

@@ -34,8 +34,8 @@ class Implementation:
 
     ``run`` takes the op's own arguments after validation. ``refuse(device)`` gives the reason why it cannot run on a
     device, ``accepts(*arguments)`` the reason why it cannot take these, or None. Neither imports or launches anything.
-    ``cases`` are what it is certified with instead of the op's: for one that takes none of those. One that is ``by_name``
-    runs, and is certified, only when asked for by its name: ``auto`` has a faster one.
+    ``cases`` are what it is certified with instead of the op's: for one that takes none of those. One that is
+    ``by_name`` runs, and is certified, only when asked for by its name: ``auto`` has a faster one.
     """
 
     name: str
