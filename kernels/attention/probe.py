@@ -1,7 +1,7 @@
 """No attention backend is used on a GPU before a small call has given the right numbers there.
 
 Cases: q, k and v as H3 has them, strided views of one buffer, 129 rows and 128; the same with an offset of 50 on each
-channel of k, which an approximate kernel without smoothing does not survive; another scale, where the backend takes one.
+channel of k, which an approximate kernel without smoothing does not survive; another scale, where a backend takes one.
 An exact backend must be within bf16 rounding of the reference, an approximate one at cosine 0.999 or better and at a
 relative error of 0.1 or less, since a result of the wrong size has the right cosine (a sparse one under options that
 keep everything). The outcome is a certificate like those of the fused kernels, in the same files.

@@ -60,7 +60,8 @@ def refuse(call: Call) -> str | None:
     if call.head_dim not in HEAD_DIMS:
         return f"head_dim must be 64, 96 or 128, have {call.head_dim}"
     if call.k_shape[2] % KEYS:
-        return f"the number of keys must be a multiple of {KEYS}, have {call.k_shape[2]}: its kernel counts missing ones"
+        found = call.k_shape[2]
+        return f"the number of keys must be a multiple of {KEYS}, have {found}: its kernel counts the missing ones"
     return None
 
 
