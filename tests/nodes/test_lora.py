@@ -543,6 +543,14 @@ def test_a_strength_that_is_no_number(tiny, name, strength):
         side_branch(tiny[0], name, strength)
 
 
+def test_a_product_that_is_no_number_is_refused_before_sampling(tiny):
+    made = factors(tiny[0], names=["blocks.0.mlp.fc1"])
+    tensors = {**core_keys(made), "diffusion_model.blocks.0.mlp.fc1.alpha": torch.tensor(3e38)}
+    name = write_lora("large.safetensors", tensors)
+    with pytest.raises(ValueError, match="large.safetensors: strength 10 times alpha / rank"):
+        side_branch(tiny[0], name, 10.0)
+
+
 def test_another_model_is_refused(pack, name):
     class Model:
         model = torch.nn.Linear(2, 2)
