@@ -58,6 +58,7 @@ _REFUSED = (
     (re.compile(r"\.lora_mid\.weight$"), "a LoRA with a middle factor (Tucker)"),
 )
 _ALPHA_METADATA = ("lora_alpha", "network_alpha", "alpha")
+_MOST_ALPHA = torch.finfo(torch.float32).max
 _ADAPTER_METADATA = ("lora_adapter_metadata", "adapter_config")
 
 # Names of other trainers for the parts of a block; (name, part of the output rows that it covers).
@@ -113,7 +114,7 @@ class Branch:
     Attributes:
         down: ``[r, K]`` as in the file.
         up: ``[stop - start, r]``, rows in the order of H3's own linear.
-        scale: alpha / r, or 1.
+        scale: alpha / r, alpha / sqrt(r) where the metadata says rsLoRA, or 1.
         start, stop: rows of the linear's weight, columns of its output.
     """
 
@@ -159,8 +160,9 @@ def read(
 
     Raises:
         LoraError: no key fits (two keys of each side are shown); another kind of adapter; a factor without its other
-            half; shapes that do not multiply or do not fit; values that are not finite. A pair for a linear whose shape
-            depends on the form of the H3 file (pruned or full AdaLN) is left out instead.
+            half; shapes that do not multiply or do not fit; values that are not finite; alphas by layer in the
+            metadata. A pair for a linear whose shape depends on the form of the H3 file (pruned or full AdaLN) is left
+            out instead.
     """
     if not tensors:
         raise LoraError("empty", file, "holds no tensors; download it again")
@@ -168,7 +170,7 @@ def read(
     pairs, left_out = _pairs(tensors)
     aliases = _aliases(linears)
     flat = {name.replace(".", "_"): target for name, target in aliases.items()}
-    metadata_alpha = _metadata_alpha(metadata or {}, file)
+    metadata_alpha, root = _metadata_alpha(metadata or {}, file)
     branches: dict[str, list[Branch]] = {}
     used: list[str] = []
     alpha_from = "none"
@@ -196,7 +198,7 @@ def read(
         if keys["alpha"] is not None:
             scale, alpha_from = _alpha(tensors, keys["alpha"], file) / down.shape[0], "tensors"
         elif metadata_alpha is not None:
-            scale = metadata_alpha / down.shape[0]
+            scale = metadata_alpha / (math.sqrt(down.shape[0]) if root else down.shape[0])
             alpha_from = "metadata" if alpha_from == "none" else alpha_from
         branches.setdefault(linear, []).append(_branch(down, up, scale, linears[linear][0], part))
         used += own
@@ -241,10 +243,13 @@ def _pairs(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[tuple[str, str], d
                 continue
             name = key[: match.start()]
             if role == "alpha":
-                alphas[name] = key
+                first = alphas.setdefault(name, key)
             else:
                 infix = match.groupdict().get("infix") or ""
-                pairs.setdefault((name, infix), {"down": None, "up": None, "alpha": None})[role] = key
+                pair = pairs.setdefault((name, infix), {"down": None, "up": None, "alpha": None})
+                first = pair[role] = pair[role] or key
+            if first != key:
+                left_out[key] = f"another name of {first}"
             break
         else:
             left_out[key] = "not a part of a low-rank pair"
@@ -309,21 +314,27 @@ def _matrix(tensors: Mapping[str, torch.Tensor], key: str, file: str) -> torch.T
         tensor = tensor.flatten(1)
     if tensor.dim() != 2 or 0 in tensor.shape:
         raise LoraError("shape", file, f"{key} is {list(tensor.shape)}; a factor of a linear is a matrix")
-    finite = tensor if tensor.element_size() > 1 else tensor.float()  # fp8 has no isfinite
-    if not bool(torch.isfinite(finite).all()):
-        raise LoraError("value", file, f"{key} has values that are not finite; the file is damaged")
+    # in bf16, as it will be added: the largest numbers of fp32 and fp64 round to Inf there, and fp8 has no isfinite
+    if not bool(torch.isfinite(tensor.to(torch.bfloat16)).all()):
+        raise LoraError("value", file, f"{key} has values that are not finite in bfloat16; the file is damaged")
     return tensor
 
 
 def _alpha(tensors: Mapping[str, torch.Tensor], key: str, file: str) -> float:
-    value = float(tensors[key].float()) if tensors[key].numel() == 1 else math.nan
+    single = tensors[key].numel() == 1 and not tensors[key].is_complex()
+    value = float(tensors[key].float()) if single else math.nan
     if not math.isfinite(value):
         raise LoraError("value", file, f"{key} must be one finite number, has shape {list(tensors[key].shape)}")
     return value
 
 
-def _metadata_alpha(metadata: Mapping[str, str], file: str) -> float | None:
-    """alpha from the metadata: a number under a name of its own, or in the adapter's JSON as PEFT writes it."""
+def _metadata_alpha(metadata: Mapping[str, str], file: str) -> tuple[float | None, bool]:
+    """alpha from the metadata, and whether it is divided by the root of the rank (rsLoRA) instead of the rank.
+
+    A number under a name of its own, or in the adapter's JSON as PEFT writes it. PEFT's alphas for single layers are
+    refused: which layers its patterns mean depends on the names in the trainer's model.
+    """
+    root, patterns = False, False
     found = [metadata[name] for name in _ALPHA_METADATA if name in metadata]
     for name in _ADAPTER_METADATA:
         try:
@@ -331,18 +342,28 @@ def _metadata_alpha(metadata: Mapping[str, str], file: str) -> float | None:
         except ValueError:
             continue
         if isinstance(config, dict):
-            found += [value for key, value in config.items() if key.rpartition(".")[2] == "lora_alpha"]
+            own = [(key.rpartition(".")[2], value) for key, value in config.items()]
+            found += [value for key, value in own if key == "lora_alpha"]
+            root |= any(key == "use_rslora" and bool(value) for key, value in own)
+            patterns |= any(key == "alpha_pattern" and bool(value) for key, value in own)
     try:
         values = {float(value) for value in found}
     except (TypeError, ValueError):
         values = {math.nan}
     if not values:
-        return None
-    if len(values) > 1 or not all(map(math.isfinite, values)):
+        return None, False
+    if patterns:
+        raise LoraError(
+            "refused",
+            file,
+            "its metadata gives single layers an alpha of their own (alpha_pattern), which is not read; save it again "
+            "with alpha tensors beside the factors",
+        )
+    if len(values) > 1 or not all(abs(value) <= _MOST_ALPHA for value in values):
         raise LoraError(
             "value", file, f"its metadata gives alpha as {', '.join(map(str, found))}; one number is wanted"
         )
-    return values.pop()
+    return values.pop(), root
 
 
 def _shape_reason(down: torch.Tensor, up: torch.Tensor, shape: tuple[int, int], part: str) -> str | None:

@@ -75,14 +75,17 @@ def attached(dit: torch.nn.Module, options: dict):
 
 
 def merged(found: list[Attachment]) -> list[Attachment]:
-    """Neighbours of one kind that can act as one (two LoRAs: one update of y) put together."""
+    """Entries of one kind that can act as one (two LoRAs: one update of y) put together at the first one's place.
+
+    Also across an entry of another kind: what only watches must not change how LoRAs around it round.
+    """
     out: list[Attachment] = []
     for entry in found:
-        join = getattr(out[-1], "joined", None) if out and type(out[-1]) is type(entry) else None
-        if join is None:
+        at = next((i for i, other in enumerate(out) if type(other) is type(entry) and hasattr(other, "joined")), None)
+        if at is None:
             out.append(entry)
         else:
-            out[-1] = join(entry)
+            out[at] = out[at].joined(entry)
     return out
 
 
@@ -110,6 +113,8 @@ def _after_loading(executor, model, *args, **kwargs):
             options = value["transformer_options"]  # the guider's own copy
     session = options.get(SESSION)
     if session is not None:
+        # A wrapper of another node may sample twice inside of ours; the forwards must not be wrapped twice.
+        session.close()
         session.dit = model.model.diffusion_model
         session.enter_context(attached(session.dit, options))
     return out

@@ -14,7 +14,6 @@ import os
 import shutil
 
 import comfy.model_management
-import folder_paths
 import torch
 from comfy_api.latest import io
 
@@ -24,6 +23,7 @@ from . import adapt, attach, output, run
 
 SETTINGS = "Calibrate"
 LONGEST_NAME = 120
+REPORT = "h3bw/calibration"
 
 
 class WatchForward:
@@ -135,12 +135,12 @@ def source_file(model) -> str:
 def target_file(filename: str) -> str:
     """``output/diffusion_models/<filename>.safetensors``, where loaders find it; ValueError for a bad name."""
     name = filename.removesuffix(".safetensors")
-    if not name or len(name) > LONGEST_NAME or name.startswith(".") or any(c in '/\\:*?"<>|' or c < " " for c in name):
+    if not output.plain_name(name, LONGEST_NAME):
         raise ValueError(
-            f"filename must be a plain name of 1 to {LONGEST_NAME} characters, without folders, is "
-            f"{filename[:LONGEST_NAME]!r}"
+            f"filename must be a plain name of 1 to {LONGEST_NAME} characters ({output.LONGEST_STEM} bytes), without "
+            f"folders, is {filename[:LONGEST_NAME]!r}"
         )
-    return os.path.join(folder_paths.get_output_directory(), "diffusion_models", f"{name}.safetensors")
+    return os.path.join(output.folder("diffusion_models"), f"{name}.safetensors")
 
 
 def summary(choices: dict[str, calibrate.Choice]) -> dict[str, dict]:
@@ -242,12 +242,15 @@ class SaveCalibration(io.ComfyNode):
         if os.path.lexists(target):
             raise ValueError(f"{os.path.basename(target)} exists already; choose another name")
         statistics = watcher_of(model).statistics
+        output.place(REPORT, "json")  # a place that cannot be used must not be found after the work
         device = comfy.model_management.get_torch_device()
         choices = {}
         for name, found in statistics.items():
             comfy.model_management.throw_exception_if_processing_interrupted()
-            choices[name] = calibrate.choose(found.to(device), clip_percent / 100, headroom, name)
-            found.to("cpu")
+            try:
+                choices[name] = calibrate.choose(found.to(device), clip_percent / 100, headroom, name)
+            finally:
+                found.to("cpu")
         write_scales(source, target, {name: choice.input_scale for name, choice in choices.items()})
         kinds = summary(choices)
         text = as_text(os.path.basename(target), max(choice.calls for choice in choices.values()), kinds)
@@ -260,8 +263,8 @@ class SaveCalibration(io.ComfyNode):
             "kinds": kinds,
             "layers": {name: dataclasses.asdict(choice) for name, choice in choices.items()},
         }
-        path, saved = output.place("h3bw/calibration", "json")
-        with open(path, "w", encoding="utf-8") as out:
+        path, saved = output.place(REPORT, "json")
+        with output.writing(path), open(path, "x", encoding="utf-8") as out:
             json.dump(finite(report), out, indent=2, allow_nan=False)
         return io.NodeOutput(text, ui={"text": (text,), "h3bw_calibration": [saved]})
 
@@ -282,7 +285,6 @@ def write_scales(source: str, target: str, scales: dict[str, float]) -> None:
         CheckpointError: the source is damaged, or the target exists or cannot be written.
         ValueError: there is no room for it.
     """
-    os.makedirs(os.path.dirname(target), exist_ok=True)
     needed, free = os.path.getsize(source), shutil.disk_usage(os.path.dirname(target)).free
     if free < needed:
         raise ValueError(

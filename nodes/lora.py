@@ -183,6 +183,7 @@ class LoraSideBranch(io.ComfyNode):
         factors = load_factors(path, model)
         file = os.path.basename(path)
         require_places(dit, factors.model.pairs, file)
+        require_range(factors.model.pairs, strength, file)
         reading = factors.model.reading
         summary = {
             "file": file,
@@ -205,6 +206,13 @@ class LoraSideBranch(io.ComfyNode):
             found = [*found, SideBranch(((factors, strength),))]
         attach.install(patched, found)
         return io.NodeOutput(patched)
+
+
+def require_range(pairs: dict[str, adapt.Pair], strength: float, file: str) -> None:
+    """Refuse a factor that no fp32 number is, here and not in the first step."""
+    largest = max(abs(scale * strength) for pair in pairs.values() for *_, scale in pair.ups)
+    if largest > torch.finfo(torch.float32).max:
+        raise ValueError(f"{file}: strength {strength:g} times alpha / rank is {largest:.3g}, too large for a number")
 
 
 def partial_warning(summary: dict) -> str | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import time
 
 import comfy.model_management
@@ -20,9 +19,6 @@ from . import output
 FOLDER = "diffusion_models"
 ENDING = ".safetensors"
 LONGEST_NAME = 150
-# Names that Windows gives to devices, whatever the ending.
-_DEVICES = re.compile(r"(?:con|prn|aux|nul|com\d|lpt\d)(?:\.|$)", re.IGNORECASE)
-_FORBIDDEN = re.compile(r'[<>:"/\\|?*\x00-\x1f\x7f]')
 
 
 def target_path(name: str, source: str) -> str:
@@ -35,23 +31,16 @@ def target_path(name: str, source: str) -> str:
         source: name of the source file.
 
     Raises:
-        ValueError: a name that is no plain file name on every system: a folder, a drive, ``..``, a device.
+        ValueError: a name that is no plain file name on every system: a folder, a drive, ``..``, a device; a folder
+            that cannot be made.
     """
     stem = name.strip().removesuffix(ENDING) or os.path.splitext(os.path.basename(source))[0] + "_nvfp4"
-    if (
-        len(stem) > LONGEST_NAME
-        or _FORBIDDEN.search(stem)
-        or stem[0] == "."
-        or stem[-1] in ". "
-        or _DEVICES.match(stem)
-    ):
+    if not output.plain_name(stem, LONGEST_NAME):
         raise ValueError(
-            f"output_name must be a file name of at most {LONGEST_NAME} characters without folders, not {stem[:60]!r}; "
-            f"the file goes into output/{FOLDER}"
+            f"output_name must be a file name of at most {LONGEST_NAME} characters ({output.LONGEST_STEM} bytes) "
+            f"without folders, not {stem[:60]!r}; the file goes into output/{FOLDER}"
         )
-    folder = os.path.join(folder_paths.get_output_directory(), FOLDER)
-    os.makedirs(folder, exist_ok=True)
-    return os.path.join(folder, stem + ENDING)
+    return os.path.join(output.folder(FOLDER), stem + ENDING)
 
 
 class QuantizeCheckpoint(io.ComfyNode):
@@ -120,7 +109,7 @@ class QuantizeCheckpoint(io.ComfyNode):
     def execute(cls, unet_name, output_name, scale, keep_layers, filename_prefix) -> io.NodeOutput:
         source = folder_paths.get_full_path_or_raise(FOLDER, unet_name)
         target = target_path(output_name, unet_name)
-        path, saved = output.place(filename_prefix, "json")
+        output.place(filename_prefix, "json")  # a bad prefix must not be found after the work
         device = comfy.model_management.get_torch_device()
         if device.type == "cuda":
             # one fp32 tensor and the pieces of the search for scales
@@ -143,10 +132,12 @@ class QuantizeCheckpoint(io.ComfyNode):
             device=device if device.type in ("cuda", "cpu") else "cpu",
             progress=progress,
         )
-        with open(path, "x", encoding="utf-8") as file:
+        path, saved = output.place(filename_prefix, "json")
+        with output.writing(path), open(path, "x", encoding="utf-8") as file:
             json.dump(report, file, indent=1, allow_nan=False)
         picture = os.path.splitext(path)[0] + ".png"
-        error_plot.draw(report, picture)
+        with output.writing(picture):
+            error_plot.draw(report, picture)
         text = quantising.summary(report)
         shown_files = {"images": [{**saved, "filename": os.path.basename(picture)}], "h3bw_report": [saved]}
         return io.NodeOutput(text, ui={"text": (text,), **shown_files})

@@ -111,6 +111,7 @@ def quantize(
     if not bool(torch.isfinite(amax)):
         raise nonfinite(file, name, *weight.count_nonfinite(), rows * cols)
     decode_scale = weight.decode_scale(choice, amax)
+    unit = torch.where(amax > 0, amax, 1.0)
     codes = torch.zeros(nvfp4.code_shape(weight.shape), dtype=torch.uint8, device=weight.device)
     scale_shape = nvfp4.scale_shape(weight.shape)
     block_scale = torch.zeros(scale_shape, dtype=torch.uint8, device=weight.device).view(torch.float8_e4m3fn)
@@ -120,8 +121,9 @@ def quantize(
         q = nvfp4.quantize(piece, decode_scale) if choice == "amax" else _adaptive(piece, decode_scale)
         codes[start : start + q.codes.shape[0]] = q.codes
         block_scale.view(torch.uint8)[start : start + q.block_scale.shape[0]] = q.block_scale.view(torch.uint8)
-        whole = whole + piece.square().sum(dtype=torch.float64)
-        lost = lost + (piece - nvfp4.dequantize(q)).square_().sum(dtype=torch.float64)
+        # in units of the largest weight: the square of 1e20 or of 1e-25 is no fp32 number
+        whole = whole + (piece / unit).square_().sum(dtype=torch.float64)
+        lost = lost + piece.sub(nvfp4.dequantize(q)).div_(unit).square_().sum(dtype=torch.float64)
         report(stop / rows)
     error = float((lost / whole).sqrt()) if float(whole) > 0 else 0.0
     return nvfp4.NVFP4(codes, block_scale, decode_scale, (rows, cols)), error

@@ -183,7 +183,9 @@ def test_an_existing_file_is_not_overwritten(tiny, folder):
     assert os.listdir(folder / "diffusion_models") == ["static.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["", "../x", "a/b", "a\\b", ".hidden", "x" * 200, "a\0b", "C:x"])
+@pytest.mark.parametrize(
+    "name", ["", "../x", "a/b", "a\\b", ".hidden", "x" * 200, "a\0b", "C:x", "con", "a.", " ", "a\ud800b", "日" * 100]
+)
 def test_names_that_are_no_names(tiny, folder, name):
     with pytest.raises(ValueError, match="filename must be a plain name"):
         save(watch(tiny[0]), tiny[2], name)
@@ -198,6 +200,17 @@ def test_no_room_is_said_before_anything_is_written(tiny, folder, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ValueError, match="GiB in the output folder"):
         save(patched, out)
+    assert os.listdir(folder / "diffusion_models") == []
+
+
+def test_a_report_that_cannot_be_placed_is_said_before_the_file_is_written(tiny, folder):
+    model, positive, latent = tiny
+    patched = watch(model)
+    out, _ = sample(patched, positive, latent, steps=1)
+    (folder / "h3bw").write_text("a file where the report's folder belongs")
+    with pytest.raises(ValueError, match="no file can be put there") as caught:
+        save(patched, out)
+    assert str(folder) not in str(caught.value)
     assert os.listdir(folder / "diffusion_models") == []
 
 

@@ -360,6 +360,34 @@ def test_nodes_in_a_row_add_up(tiny):
     assert (video[0] - video[1]).norm() < 0.1 * (video[1] - video[2]).norm()
 
 
+def test_a_foreign_wrapper_that_samples_twice_inside_ours(tiny, name):
+    """The second preparation must not wrap the forwards again: the LoRA would count twice, in silence."""
+    import comfy.patcher_extension
+
+    model, positive, latent = tiny
+    plain, expected = sample(model, positive, latent), sample(side_branch(model, name), positive, latent)
+    patched = side_branch(model, name)
+
+    def twice(executor, *args, **kwargs):
+        executor(*args, **kwargs)
+        return executor(*args, **kwargs)
+
+    patched.add_wrapper(comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, twice)
+    out, seen = sample(patched, positive, latent)
+    assert len(seen) == 2 * len(expected[1])
+    assert equal((out, seen[len(expected[1]) :]), expected)
+    assert equal(sample(model, positive, latent), plain)
+
+
+def test_a_watcher_between_two_loras_changes_no_bit(tiny):
+    model, positive, latent = tiny
+    one, two = (write_lora(f"{n}.safetensors", core_keys(factors(model, rank=8 * n, seed=n))) for n in (1, 2))
+    watch = pack_module("nodes.calibrate").Calibrate.execute
+    patched = side_branch(watch(side_branch(model, one, 0.7)).result[0], two, -0.5)
+    expected = sample(side_branch(side_branch(model, one, 0.7), two, -0.5), positive, latent)
+    assert equal(sample(patched, positive, latent), expected)
+
+
 def test_order_of_the_nodes_does_not_matter(tiny, name):
     model, positive, latent = tiny
     before = side_branch(fuse(model, emulate="w4a4"), name)
@@ -513,6 +541,14 @@ def test_an_int8_fc2_is_refused(tiny, name, monkeypatch):
 def test_a_strength_that_is_no_number(tiny, name, strength):
     with pytest.raises(ValueError, match="strength must be a finite number"):
         side_branch(tiny[0], name, strength)
+
+
+def test_a_product_that_is_no_number_is_refused_before_sampling(tiny):
+    made = factors(tiny[0], names=["blocks.0.mlp.fc1"])
+    tensors = {**core_keys(made), "diffusion_model.blocks.0.mlp.fc1.alpha": torch.tensor(3e38)}
+    name = write_lora("large.safetensors", tensors)
+    with pytest.raises(ValueError, match="large.safetensors: strength 10 times alpha / rank"):
+        side_branch(tiny[0], name, 10.0)
 
 
 def test_another_model_is_refused(pack, name):

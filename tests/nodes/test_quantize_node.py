@@ -128,8 +128,9 @@ def test_report_picture_and_text(source, folders):
 
 @pytest.mark.parametrize(
     "name",
-    ["../x", "a/b", "a\\b", "..", ".", ".hidden", "C:x", "nul", "COM1.x", "x" * 151, "a\0b", "a\nb", "x.", "a:b", "a?"],
-)
+    ["../x", "a/b", "a\\b", "..", ".", ".hidden", "C:x", "nul", "COM1.x", "x" * 151, "a\0b", "a\nb", "x.", "a:b", "a?",
+     "a\ud800b", "é🎉" * 60],
+)  # fmt: skip
 def test_a_name_that_leaves_the_folder_is_refused(source, folders, name):
     with pytest.raises(ValueError, match="output_name must be a file name") as caught:
         run(source(), name)

@@ -186,7 +186,9 @@ def test_alpha_from_metadata(metadata):
     assert lora.read(tensors, LINEARS, metadata).branches["blocks.0.mlp.fc2"][0].scale == 0.5  # the tensor wins
 
 
-@pytest.mark.parametrize("metadata", [{"lora_alpha": "eight"}, {"lora_alpha": "4", "alpha": "8"}, {"alpha": "nan"}])
+@pytest.mark.parametrize(
+    "metadata", [{"lora_alpha": "eight"}, {"lora_alpha": "4", "alpha": "8"}, {"alpha": "nan"}, {"alpha": "1e39"}]
+)
 def test_an_alpha_that_is_no_one_number_is_an_error(metadata):
     with pytest.raises(lora.LoraError, match="metadata gives alpha as") as caught:
         lora.read(dotted(factors(["blocks.0.mlp.fc2"])), LINEARS, metadata, "x.safetensors")
@@ -273,7 +275,10 @@ A, B = "blocks.0.mlp.fc2.lora_A.weight", "blocks.0.mlp.fc2.lora_B.weight"
         (lambda t: t.update({A: torch.zeros(0, FFN), B: torch.zeros(HIDDEN, 0)}), "shape", "is a matrix"),
         (lambda t: t.update({A: torch.zeros(4, FFN, dtype=torch.int8)}), "value", "floating point"),
         (lambda t: t[A].fill_(float("nan")), "value", "not finite"),
+        (lambda t: t.update({A: torch.full((4, FFN), 3.4e38)}), "value", "not finite in bfloat16"),
+        (lambda t: t.update({B: t[B].double() + 1e300}), "value", "not finite in bfloat16"),
         (lambda t: t.update({"blocks.0.mlp.fc2.alpha": torch.ones(2)}), "value", "one finite number"),
+        (lambda t: t.update({"blocks.0.mlp.fc2.alpha": torch.tensor(1 + 1j)}), "value", "one finite number"),
         (lambda t: t.clear(), "empty", "holds no tensors"),
     ],
 )
@@ -290,6 +295,29 @@ def test_convolutions_of_size_one_and_fp8_factors():
     same(reading, deltas(made))
     reading = lora.read({A: down.to(torch.float8_e4m3fn), B: up.to(torch.float8_e4m3fn)}, LINEARS)
     assert reading.branches["blocks.0.mlp.fc2"][0].down.dtype == torch.float8_e4m3fn
+
+
+def test_a_second_name_of_the_same_factor_is_left_out_and_counted():
+    """The first one counts, and no key of the file is missing from both lists."""
+    made = factors(["blocks.0.mlp.fc2"])
+    tensors = {**dotted(made), "blocks.0.mlp.fc2.alpha": torch.tensor(4.0)}
+    tensors |= {A.replace("lora_A", "lora_down"): tensors[A] * 3, B.replace("lora_B", "lora_up"): tensors[B] * 3}
+    tensors["blocks.0.mlp.fc2.lora_alpha"] = torch.tensor(8.0)
+    reading = lora.read(tensors, LINEARS)
+    same(reading, deltas(made, 1.0))
+    assert sorted((*reading.used, *reading.left_out)) == sorted(tensors)
+    assert reading.left_out[A.replace("lora_A", "lora_down")] == f"another name of {A}"
+
+
+def test_what_peft_does_to_alpha():
+    """rsLoRA divides by the root of the rank; alphas by layer are no single number, so nothing is guessed."""
+    made = factors(["blocks.0.mlp.fc2"])
+    config = {"transformer.lora_alpha": 8, "transformer.use_rslora": True, "transformer.alpha_pattern": {}}
+    same(lora.read(dotted(made), LINEARS, {"lora_adapter_metadata": json.dumps(config)}), deltas(made, 4.0))
+    config["transformer.alpha_pattern"] = {"mlp.fc2": 64}
+    with pytest.raises(lora.LoraError, match="alpha_pattern") as caught:
+        lora.read(dotted(made), LINEARS, {"lora_adapter_metadata": json.dumps(config)}, "x.safetensors")
+    assert caught.value.code == "refused"
 
 
 def test_two_adapters_in_one_file_add_up():

@@ -120,6 +120,16 @@ def test_adaptive_of_zeros_and_outliers():
     assert float(out[3, 5]) == pytest.approx(1e4, rel=0.07)
 
 
+@pytest.mark.parametrize("choice", scales.CHOICES)
+@pytest.mark.parametrize("size", [1e25, 1e-25])
+def test_the_error_of_very_large_and_very_small_weights(choice, size):
+    """Their squares are no fp32 numbers: NaN, which JSON refuses when the file is written, or a false 0."""
+    weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
+    _, error = scales.quantize(scales.Weight(weight * size, None, CPU), choice)
+    _, usual = scales.quantize(scales.Weight(weight, None, CPU), choice)
+    assert error == pytest.approx(usual, rel=0.2) and 0.05 < usual < 0.12
+
+
 def test_unknown_choice(tmp_path):
     with pytest.raises(ValueError, match="adaptive, amax"):
         scales.quantize(scales.Weight(torch.ones(16, 16), None, CPU), "best")
