@@ -11,6 +11,7 @@ from .fuse import FuseBlocks
 from .load import LoadNVFP4
 from .lora import LoraSideBranch
 from .media import MediaCheck
+from .parity_ladder import ParityLadder
 from .quantize import QuantizeCheckpoint
 from .report import RuntimeReport
 from .selftest import SelfTestDecode, SelfTestModel
@@ -30,6 +31,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     Environment,
     BenchKernels,
     BenchAttention,
+    ParityLadder,
 )
 
 
