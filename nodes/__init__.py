@@ -5,6 +5,7 @@ from comfy_api.latest import ComfyExtension, io
 from .attention import AttentionBackend
 from .bench_attention import BenchAttention
 from .bench_kernels import BenchKernels
+from .bench_step import BenchStep
 from .calibrate import Calibrate, SaveCalibration
 from .environment import Environment
 from .fuse import FuseBlocks
@@ -32,6 +33,7 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     BenchKernels,
     BenchAttention,
     ParityLadder,
+    BenchStep,
 )
 
 

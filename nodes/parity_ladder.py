@@ -13,7 +13,7 @@ from comfy_api.latest import io
 
 from ..kernels import certify
 from ..kernels.measure import Manifest, ladder
-from . import adapt, ladder_rungs, output, run, sampling, selftest
+from . import adapt, ladder_rungs, output, run, sampling, selftest, sides
 from .fuse import EMULATE
 from .load import load_h3
 
@@ -46,7 +46,7 @@ def climb(
         positive, latent: conditioning and latent of the user; both or neither. Without, T2VA and FL2VA are made.
         out_path: the record's file, ending in ``.json``; its folder must exist.
         width, height, length: of the prompts that are made.
-        emulate: of Fuse H3 Blocks, or ``auto`` (see :func:`ladder_rungs.ways`).
+        emulate: of Fuse H3 Blocks, or ``auto`` (see :func:`sides.ways`).
         seed: of the prompts that are made.
         source: what the caller knows of the source, such as a commit.
         progress: called with parts done and parts in all.
@@ -65,7 +65,7 @@ def climb(
         prompts = {"as connected": (positive, latent)}
     else:
         prompts = {task: sampling.prompt(model, task, width, height, length, seed) for task in sampling.TASKS}
-    ways = ladder_rungs.ways(model, emulate)
+    ways = sides.ways(model, emulate)
     total = 1 + len(prompts) * len(ways)
     with Manifest(out_path, "parity", device=device, source=source) as record:
         record.set_protocol(seed=seed)
@@ -95,7 +95,7 @@ LINEARS_OF = {"off": "as here", "bf16": "as here, ops emulated", "w4a4": "4x4 bi
 
 def one(climbing: ladder.Ladder, model, positive, latent, case: str, emulate: str, cancel) -> None:
     """Every rung of one prompt and one way to run the linears."""
-    stock_side, patched = ladder_rungs.pair(model, emulate)
+    stock_side, patched = sides.pair(model, emulate)
     ladder_rungs.repeats(climbing, stock_side, positive, latent, case)
     cancel()
     reason = ladder_rungs.blocks(climbing, stock_side, patched, positive, latent, case, cancel)

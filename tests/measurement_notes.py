@@ -28,3 +28,29 @@ The record, `output/h3bw/parity_ladder_*.json`, can be shared: it holds no path,
 
 Without a browser: `comfy run --workflow workflows/api/parity_ladder.json --wait`.
 """
+
+STEP_NOTE = """# Seconds per step: stock ComfyUI against this pack
+
+Press **Run**. No weights are needed: a MiniMax H3 of full size (50 blocks, NVFP4, random, 12.6 GB) is drawn on the \
+GPU. Or connect your own model. Close other programs that use the GPU; at 1344x768 it takes some minutes.
+
+| variant | |
+|---|---|
+| **stock** | ComfyUI as it is, with its default attention; a second copy of it, (A/A), is the control |
+| **pack** | Fuse H3 Blocks and H3 Attention Backend, both with their defaults: exact |
+| **attention**, **fuse** | one of the two alone |
+| a backend's name | the fused blocks with that attention backend; approximate ones say nothing of quality here |
+
+Same model, prompt, seed, sampler and loader, in one run and in rotation. The first step of every pass is left out. \
+**peak** is the most memory that torch held during a pass, the weights included. The verdict wants 0.5 % and 5 ms. \
+**fuse** has to give stock's latent bit for bit, and **pack** that of **attention**; choose *each half alone* to see it.
+
+Below stand predictions for GPUs that were not measured, from the roofline. They are no measurements; your record \
+takes the place of the one for your GPU.
+
+The record, with every sample, is `output/h3bw/bench_step_*.json`; the plot lies beside it if matplotlib is installed.
+
+**On a CPU** the tiny model runs one pass, and the table says that it is no measurement.
+
+Without a browser: `comfy run --workflow workflows/api/bench_step.json --wait`.
+"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from measurement_notes import LADDER_NOTE
+from measurement_notes import LADDER_NOTE, STEP_NOTE
 from workflow_notes import BENCH_ATTENTION_NOTE, BENCH_NOTE
 
 GREY, PURPLE = "#999999", "#a1309b"
@@ -17,6 +17,7 @@ SIZES = {
     "H3BW_BenchKernels": (900, 900),
     "H3BW_BenchAttention": (1100, 700),
     "H3BW_ParityLadder": (1100, 1300),
+    "H3BW_BenchStep": (1100, 900),
 }
 
 
@@ -52,5 +53,6 @@ def on_the_selftest(class_type: str, note: str, **inputs: Any) -> Callable:
 MEASUREMENTS = {
     "bench_kernels": alone("H3BW_BenchKernels", BENCH_NOTE, ops="all"),
     "bench_attention": alone("H3BW_BenchAttention", BENCH_ATTENTION_NOTE, backend="all"),
+    "bench_step": alone("H3BW_BenchStep", STEP_NOTE, also_attention="none"),
     "parity_ladder": on_the_selftest("H3BW_ParityLadder", LADDER_NOTE),
 }

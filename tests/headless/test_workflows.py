@@ -42,7 +42,11 @@ FILE_INPUTS = {  # inputs that name a file, and the folder below the base direct
     ("LoadVideo", "file"): "input",
     ("LoadAudio", "audio"): "input",
 }
-SMALL_BENCH = {"bench_kernels": {"rows": 17, "columns": "small"}, "bench_attention": {"rows": 17, "heads": 2}}
+SMALL_BENCH = {
+    "bench_kernels": {"rows": 17, "columns": "small"},
+    "bench_attention": {"rows": 17, "heads": 2},
+    "bench_step": {},
+}
 OTHER_VERSIONS = {"SaveVideo": {"codec", "format.codec"}}  # one widget, named differently from 0.33 on
 RUNGS = {
     "bf16": {"latents equal, bit for bit", "finite", "blocks fused"},
@@ -143,7 +147,7 @@ def test_twins():
     assert sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json")) == NAMES
     assert len(SELFTESTS) == 2
     assert len(REAL) == 4
-    assert len(BENCHES) == 2
+    assert len(BENCHES) == 3
     assert len(CONVERSIONS) == 1
     assert len(LADDERS) == 1
 

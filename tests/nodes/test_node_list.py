@@ -25,6 +25,7 @@ IDS = [
     "H3BW_BenchKernels",
     "H3BW_BenchAttention",
     "H3BW_ParityLadder",
+    "H3BW_BenchStep",
 ]
 
 # Saved workflows hold widget values by position: new widgets go to the end, and none moves.
@@ -46,6 +47,7 @@ WIDGETS = {
     "H3BW_BenchKernels": ["rows", "columns", "ops", "rounds", "filename_prefix"],
     "H3BW_BenchAttention": ["lengths", "rows", "heads", "backend", "rounds", "filename_prefix"],
     "H3BW_ParityLadder": ["width", "height", "length", "emulate", "on_difference", "filename_prefix"],
+    "H3BW_BenchStep": ["size", "variants", "also_attention", "tau", "steps", "rounds", "filename_prefix"],
 }  # fmt: skip
 
 # The widgets of a menu's options follow it, so they keep their places too.

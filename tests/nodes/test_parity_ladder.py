@@ -106,19 +106,19 @@ def test_the_patched_side_is_as_wired(tmp_path, short):
 
 
 def test_stock_is_the_model_without_the_blocks_and_with_everything_else(pack):
-    rungs, run = pack_module("nodes.ladder_rungs"), pack_module("nodes.run")
+    sides, run = pack_module("nodes.sides"), pack_module("nodes.run")
     model, _, _ = selftest()
-    bare = rungs.without_fused_blocks(fuse(model))
+    bare = sides.without_fused_blocks(fuse(model))
     options = bare.model_options["transformer_options"]
     assert not options["patches_replace"]["dit"] and run.RUN not in options
     assert not any(run.WRAPPER_KEY in wrappers for wrappers in options["wrappers"].values())
-    kept = rungs.without_fused_blocks(attend(fuse(model)))
+    kept = sides.without_fused_blocks(attend(fuse(model)))
     assert pack_module("nodes.adapt_attention").installed(kept.model_options["transformer_options"]) is not None
     assert run.find_settings(kept).keys() == {"AttentionBackend"}
     foreign = model.clone()
     theirs = lambda arguments, extra: extra["original_block"](arguments)  # noqa: E731
     foreign.set_model_patch_replace(theirs, "dit", "double_block", 1)
-    table = rungs.without_fused_blocks(fuse(foreign)).model_options["transformer_options"]["patches_replace"]["dit"]
+    table = sides.without_fused_blocks(fuse(foreign)).model_options["transformer_options"]["patches_replace"]["dit"]
     assert table == {("double_block", 1): theirs}
 
 
