@@ -4,6 +4,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .attention import AttentionBackend
 from .bench_attention import BenchAttention
+from .bench_block import BenchBlock
 from .bench_kernels import BenchKernels
 from .bench_step import BenchStep
 from .calibrate import Calibrate, SaveCalibration
@@ -15,6 +16,7 @@ from .media import MediaCheck
 from .parity_ladder import ParityLadder
 from .quantize import QuantizeCheckpoint
 from .report import RuntimeReport
+from .roofline import Roofline
 from .selftest import SelfTestDecode, SelfTestModel
 
 NODES: tuple[type[io.ComfyNode], ...] = (
@@ -34,6 +36,8 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     BenchAttention,
     ParityLadder,
     BenchStep,
+    Roofline,
+    BenchBlock,
 )
 
 

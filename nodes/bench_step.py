@@ -244,6 +244,7 @@ class _Bench:
         return with_fa4 if reasons.get("fa4", "absent") is None else without
 
 
+@torch.no_grad()
 def run(
     device=None, sizes=((1344, 768, 124),), variants=(STOCK, PACK), steps: int = 2, out_path=None, *, model=None,
     rounds: int = 3, tau: float = TAU, seed: int = 0, blocks: int = random_model.BLOCKS, source: dict | None = None,

@@ -34,6 +34,7 @@ class ParityFailed(RuntimeError):
     """A rung failed and the node was told to stop then."""
 
 
+@torch.no_grad()
 def climb(
     model=None, positive=None, latent=None, *, out_path, width: int = WIDTH, height: int = HEIGHT, length: int = LENGTH,
     emulate: str = AUTO, seed: int = 0, source: dict | None = None, progress=lambda done, total: None,

@@ -54,3 +54,49 @@ The record, with every sample, is `output/h3bw/bench_step_*.json`; the plot lies
 
 Without a browser: `comfy run --workflow workflows/api/bench_step.json --wait`.
 """
+
+BLOCK_NOTE = """# How much does one block gain?
+
+Press **Run**. No weights are needed: one MiniMax H3 block of real width is drawn on the GPU. Or connect your own \
+model and choose a block. At 38,016 rows it wants about 10 GiB.
+
+| variant | |
+|---|---|
+| **stock** | ComfyUI's own block, with its default attention |
+| **attention** | the same with H3 Attention Backend on auto |
+| **fuse** | Fuse H3 Blocks, with ComfyUI's default attention: has to equal **stock** bit for bit |
+| **pack** | both: has to equal **attention** bit for bit |
+
+Each variant runs once a round, in balanced orders, and stock runs twice a round under two names: if the two differ, \
+nothing is concluded. Equality is checked before and after the timing. `accept` means faster by at least 1 % and 50 us.
+
+The record, with every sample, is `output/h3bw/bench_block_*.json`.
+
+**On a CPU** the tiny model's block runs on a few rows, and the table says that it is no measurement.
+
+Without a browser: `comfy run --workflow workflows/api/bench_block.json --wait`.
+"""
+
+ROOFLINE_NOTE = """# How near to the limits of this machine?
+
+Press **Run**. No model and no weights are needed, but about 8 GiB of GPU memory.
+
+| column | |
+|---|---|
+| **bf16** | the GEMM with the weights in bf16 |
+| **dequantised** | the same with four-bit weights dequantised in the call: what ComfyUI runs without FP4 |
+| **fp4** | comfy-kitchen's FP4 GEMM, where the GPU has it |
+| **auto** | a producer as this pack runs it here |
+| floor ms | the larger of bytes / copy bandwidth and flops / peak |
+| share | floor / measured: 100 % is the limit |
+
+The copy is measured in the same run; the peak is the data sheet's where this pack knows it, else that of a square \
+GEMM in the same run.
+
+The record, with every sample, is `output/h3bw/bench_roofline_*.json`; the plot lies beside it if matplotlib is \
+installed.
+
+**On a CPU** small sizes run, and the table says that it is no measurement.
+
+Without a browser: `comfy run --workflow workflows/api/bench_roofline.json --wait`.
+"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from measurement_notes import LADDER_NOTE, STEP_NOTE
+from measurement_notes import BLOCK_NOTE, LADDER_NOTE, ROOFLINE_NOTE, STEP_NOTE
 from workflow_notes import BENCH_ATTENTION_NOTE, BENCH_NOTE
 
 GREY, PURPLE = "#999999", "#a1309b"
@@ -18,6 +18,8 @@ SIZES = {
     "H3BW_BenchAttention": (1100, 700),
     "H3BW_ParityLadder": (1100, 1300),
     "H3BW_BenchStep": (1100, 900),
+    "H3BW_BenchBlock": (1000, 700),
+    "H3BW_Roofline": (900, 900),
 }
 
 
@@ -53,6 +55,8 @@ def on_the_selftest(class_type: str, note: str, **inputs: Any) -> Callable:
 MEASUREMENTS = {
     "bench_kernels": alone("H3BW_BenchKernels", BENCH_NOTE, ops="all"),
     "bench_attention": alone("H3BW_BenchAttention", BENCH_ATTENTION_NOTE, backend="all"),
+    "bench_block": alone("H3BW_BenchBlock", BLOCK_NOTE),
     "bench_step": alone("H3BW_BenchStep", STEP_NOTE, also_attention="none"),
+    "bench_roofline": alone("H3BW_Roofline", ROOFLINE_NOTE),
     "parity_ladder": on_the_selftest("H3BW_ParityLadder", LADDER_NOTE),
 }

@@ -1,4 +1,4 @@
-"""The table and the plot of the step benchmark."""
+"""The table and the plot of the step benchmark and of the block benchmark."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ class Line:
     ran: str
 
 
-def as_text(lines: Sequence[Line], record: dict, predictions: Sequence[str]) -> str:
-    """The table, what has to be known with it, and the predictions for other GPUs."""
+def as_text(lines: Sequence[Line], record: dict, predictions: Sequence[str], unit: str = "s/step") -> str:
+    """The table, what has to be known with it, and the predictions for other GPUs.
+
+    ``unit`` is ``s/step`` or ``ms/block``.
+    """
     packages = record["environment"]["packages"]
     names = ("torch", "triton", "comfy-kitchen", "flash-attn-4", "comfyui")
     versions = ", ".join(f"{name} {packages[name]}" for name in names if packages.get(name))
-    out = [f"{device_name(record)}; {versions}", f"timer: {record['protocol']['timer']}", "", *table(lines), ""]
+    out = [f"{device_name(record)}; {versions}", f"timer: {record['protocol']['timer']}", "", *table(lines, unit), ""]
     out += control_lines(record)
     reasons: dict[str, list[str]] = {}
     for entry in record["dispatch"]["fallbacks"]:
@@ -47,17 +50,15 @@ def as_text(lines: Sequence[Line], record: dict, predictions: Sequence[str]) -> 
     return "\n".join([*out, *record["notes"], "", *predictions, f"run {record['run_id']}"])
 
 
-def table(lines: Sequence[Line]) -> list[str]:
+def table(lines: Sequence[Line], unit: str = "s/step") -> list[str]:
     """Lines of text of equal width, headings first."""
-    rows = [HEADINGS]
+    factor = 1000 if unit.startswith("ms") else 1
+    rows = [tuple(unit if name == "s/step" else name for name in HEADINGS)]
     for line in lines:
         peak = "–" if line.peak_bytes is None else f"{line.peak_bytes / 2**30:.2f}"
-        rows.append(
-            (
-                line.size, f"{line.rows:,}", line.variant, f"{line.seconds:.3f}", f"{line.iqr_seconds:.3f}",
-                f"{line.of_stock:.3f}", peak, line.verdict, line.ran,
-            )
-        )  # fmt: skip
+        times = (f"{value * factor:.3f}" for value in (line.seconds, line.iqr_seconds))
+        share = f"{line.of_stock:.3f}"
+        rows.append((line.size, f"{line.rows:,}", line.variant, *times, share, peak, line.verdict, line.ran))
     widths = [max(len(row[place]) for row in rows) for place in range(len(HEADINGS))]
     return [
         "  ".join(
@@ -87,7 +88,7 @@ def plot(lines: Sequence[Line], record: dict, path) -> str | None:
     axes.barh(places, [line.seconds for line in lines], xerr=[line.iqr_seconds / 2 for line in lines], color=colours)
     axes.set_yticks(places, [f"{line.size} / {line.variant}" for line in lines])
     axes.invert_yaxis()
-    axes.set_xlabel("seconds per step, median; whiskers: interquartile range")
+    axes.set_xlabel("seconds a step or a block, median; whiskers: interquartile range")
     axes.set_title(device_name(record))
     figure.savefig(Path(path), format="png", dpi=110)
     return None

@@ -46,6 +46,8 @@ SMALL_BENCH = {
     "bench_kernels": {"rows": 17, "columns": "small"},
     "bench_attention": {"rows": 17, "heads": 2},
     "bench_step": {},
+    "bench_block": {"rows": 17},
+    "bench_roofline": {"rows": 17},
 }
 OTHER_VERSIONS = {"SaveVideo": {"codec", "format.codec"}}  # one widget, named differently from 0.33 on
 RUNGS = {
@@ -147,7 +149,7 @@ def test_twins():
     assert sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json")) == NAMES
     assert len(SELFTESTS) == 2
     assert len(REAL) == 4
-    assert len(BENCHES) == 3
+    assert len(BENCHES) == 5
     assert len(CONVERSIONS) == 1
     assert len(LADDERS) == 1
 
