@@ -45,7 +45,7 @@ FILE_INPUTS = {  # inputs that name a file, and the folder below the base direct
 SMALL_BENCH = {
     "bench_kernels": {"rows": 17, "columns": "small"},
     "bench_attention": {"rows": 17, "heads": 2},
-    "bench_step": {},
+    "bench_step": {"variants": "stock, pack, each half alone"},
     "bench_block": {"rows": 17},
     "bench_roofline": {"rows": 17},
 }
