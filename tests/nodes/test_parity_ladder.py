@@ -159,3 +159,22 @@ def test_the_node(monkeypatch, short):
     with pytest.raises(module.ParityFailed, match=r"the first that failed: 3 complete blocks.*see ladder_0000"):
         module.ParityLadder.execute(model=model, **given)
     assert module.ParityLadder.fingerprint_inputs() != module.ParityLadder.fingerprint_inputs()
+
+
+def test_padding_is_not_compared_and_all_else_is(pack):
+    """130 rows of 80 columns: codes are padded to 144 rows, scales to 256 rows of 8."""
+    rungs, nvfp4 = pack_module("nodes.ladder_rungs"), pack_module("kernels.nvfp4")
+    q = nvfp4.quantize(torch.randn(130, 80, generator=torch.Generator().manual_seed(0)))
+
+    def other(byte=None, row=None):
+        codes, scales = q.codes.clone(), q.block_scale.view(torch.uint8).clone()
+        if byte is not None:
+            scales.view(-1)[byte] ^= 1
+        if row is not None:
+            codes[row, 0] ^= 1
+        return nvfp4.NVFP4(codes, scales.view(torch.float8_e4m3fn), q.decode_scale, q.shape)
+
+    assert rungs.difference(other(), q) == (0, "equal")
+    assert rungs.difference(other(row=130), q) == rungs.difference(other(byte=256 * 8 - 1), q) == (0, "equal")
+    assert rungs.difference(other(row=129), q) == (1, "1 codes")
+    assert rungs.difference(other(byte=0), q) == (1, "1 scales")
