@@ -2,9 +2,16 @@
 
     seconds = GEMM flops / (peak * SHARE) + attention flops / (bf16 peak * its share) + bytes / (bandwidth * SHARE)
 
-**A prediction is not a measurement.** The peaks are the data sheets' dense ones, the shares are those that the pieces
-reached where they were measured: GEMMs and element-wise chains about 70 % (H200), attention as :class:`Device` says.
-A finished record of kind ``step`` takes the place of the prediction for its GPU.
+**A prediction is not a measurement.** What goes in is of unequal worth:
+
+* peaks and bandwidths: the vendors' dense figures, entered by hand and not checked against the sheets here;
+* ``SHARE``: an assumption for GEMMs and chains alike. It is near what H200 GEMMs reached, and no chain was fitted to it;
+* attention's shares: as :class:`Device` says; they are guesses for every GPU but the H200 and GB10;
+* bytes: the dynamic chains' are counted or measured ones of the format's notes, those of gates, attention rows and the
+  bf16 chains are counted from the operations, never measured.
+
+The H200's row agrees with its measured step because the attention shares, most of it, come from that very run: that
+checks the sum, not the prediction. A finished record of kind ``step`` takes the place of the prediction for its GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ BF16_SWIGLU = {"stock": 10.0, "pack": 6.0}
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU on its data sheet: dense TFLOP/s with fp32 accumulation, GB/s.
+    """A GPU by its vendor's figures: dense TFLOP/s with fp32 accumulation, GB/s.
 
     Attributes:
         fp4: None where it has no FP4 multiply; the linears are then dequantised and run in bf16.
