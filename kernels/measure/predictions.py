@@ -5,7 +5,7 @@
 **A prediction is not a measurement.** What goes in is of unequal worth:
 
 * peaks and bandwidths: the vendors' dense figures, entered by hand and not checked against the sheets here;
-* ``SHARE``: an assumption for GEMMs and chains alike. It is near what H200 GEMMs reached, and no chain was fitted to it;
+* ``SHARE``: an assumption for GEMMs and chains alike, near what H200 GEMMs reached; no chain was fitted to it;
 * attention's shares: as :class:`Device` says; they are guesses for every GPU but the H200 and GB10;
 * bytes: the dynamic chains' are counted or measured ones of the format's notes, those of gates, attention rows and the
   bf16 chains are counted from the operations, never measured.

@@ -18,7 +18,7 @@ def record(gpu="NVIDIA H200", rows=ROWS, stock=8570.0, pack=5450.0, **changes):
 
 
 def test_the_formula_is_near_what_was_measured():
-    """One H200: stock 8.57 s a step, GEMMs 1.85 of it, flash attention 6.05. Its shares come from there: no forecast."""
+    """One H200: stock 8.57 s a step, GEMMs 1.85 of it, flash attention 6.05. The shares come from it: no forecast."""
     h200 = next(device for device in predictions.DEVICES if device.name == "H200")
     assert predictions.seconds(h200, ROWS, "stock") == pytest.approx(8.57, rel=0.05)
     assert predictions.gemm_flops(ROWS) / (h200.bf16 * predictions.SHARE * 1e12) == pytest.approx(1.85, rel=0.2)
