@@ -4,15 +4,19 @@ from comfy_api.latest import ComfyExtension, io
 
 from .attention import AttentionBackend
 from .bench_attention import BenchAttention
+from .bench_block import BenchBlock
 from .bench_kernels import BenchKernels
+from .bench_step import BenchStep
 from .calibrate import Calibrate, SaveCalibration
 from .environment import Environment
 from .fuse import FuseBlocks
 from .load import LoadNVFP4
 from .lora import LoraSideBranch
 from .media import MediaCheck
+from .parity_ladder import ParityLadder
 from .quantize import QuantizeCheckpoint
 from .report import RuntimeReport
+from .roofline import Roofline
 from .selftest import SelfTestDecode, SelfTestModel
 
 NODES: tuple[type[io.ComfyNode], ...] = (
@@ -30,6 +34,10 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     Environment,
     BenchKernels,
     BenchAttention,
+    ParityLadder,
+    BenchStep,
+    Roofline,
+    BenchBlock,
 )
 
 

@@ -20,16 +20,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from workflow_notes import (
-    BENCH_ATTENTION_NOTE,
-    BENCH_NOTE,
-    PROMPTS,
-    QUANTIZE_NOTE,
-    REAL_NOTE,
-    SELFTEST_NOTE,
-    TASK_NOTES,
-    TURBO_NOTE,
-)
+from measurement_workflows import MEASUREMENTS, SIZES
+from workflow_notes import PROMPTS, QUANTIZE_NOTE, REAL_NOTE, SELFTEST_NOTE, TASK_NOTES, TURBO_NOTE
 
 WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
 REGISTRY_ID = "h3-blackwell-runtime"  # tells a frontend without this pack what to install
@@ -44,9 +36,8 @@ WIDTHS = {
     "MiniMaxH3ImageToVideo": 440,
     "MiniMaxH3ReferenceToVideo": 440,
     "H3BW_RuntimeReport": 560,
-    "H3BW_BenchKernels": 900,
-    "H3BW_BenchAttention": 1100,
     "H3BW_QuantizeCheckpoint": 640,
+    **{name: width for name, (width, _) in SIZES.items()},
 }
 WIDE_LOADERS = ("H3BW_LoadNVFP4", "H3BW_LoraSideBranch", "CLIPLoader", "VAELoader")
 # Room for what a node shows beside its sockets and widgets, in pixels.
@@ -56,9 +47,8 @@ EXTRA_HEIGHT = {
     "SaveVideo": 420,
     "H3BW_MediaCheck": 420,
     "H3BW_RuntimeReport": 300,
-    "H3BW_BenchKernels": 900,
-    "H3BW_BenchAttention": 700,
     "H3BW_QuantizeCheckpoint": 620,
+    **{name: height for name, (_, height) in SIZES.items()},
 }
 BLUE, GREEN, PURPLE, GREY = "#3f789e", "#88aa88", "#a1309b", "#999999"
 
@@ -497,24 +487,6 @@ def real(name: str, object_info: dict[str, Any], model: str, task: str, turbo: s
     return graph
 
 
-def bench_kernels(object_info: dict[str, Any]) -> Graph:
-    """The kernels of the pack, timed: one node, no model."""
-    graph = Graph("bench_kernels", object_info)
-    bench = graph.add("H3BW_BenchKernels", ops="all", filename_prefix="h3bw/bench_kernels")
-    note = graph.explain(BENCH_NOTE)
-    graph.lay_out([Group("Read me", [[note]], GREY)], [Group("This machine", [[bench]], PURPLE)])
-    return graph
-
-
-def bench_attention(object_info: dict[str, Any]) -> Graph:
-    """The attention backends, timed: one node, no model."""
-    graph = Graph("bench_attention", object_info)
-    bench = graph.add("H3BW_BenchAttention", backend="all", filename_prefix="h3bw/bench_attention")
-    note = graph.explain(BENCH_ATTENTION_NOTE)
-    graph.lay_out([Group("Read me", [[note]], GREY)], [Group("This machine", [[bench]], PURPLE)])
-    return graph
-
-
 def quantize_checkpoint(object_info: dict[str, Any]) -> Graph:
     """A bf16 file to NVFP4: one node."""
     graph = Graph("quantize_checkpoint", object_info)
@@ -543,8 +515,7 @@ def build(object_info: dict[str, Any]) -> list[Graph]:
             "t2va",
             turbo="minimax_h3_fl2v_turbo_8step_v1.0_comfyui_bf16.safetensors",
         ),
-        bench_kernels(object_info),
-        bench_attention(object_info),
+        *(fill(Graph(name, object_info), Group) for name, fill in MEASUREMENTS.items()),
         quantize_checkpoint(object_info),
     ]
 

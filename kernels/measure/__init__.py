@@ -9,6 +9,9 @@
     roofline    copy bandwidth of the device, and time against it
     stock       ComfyUI's unfused chains with comfy-kitchen's quantiser
     producers   ``run``: all of it for the ops of ``kernels.fused``
+    gemm_roofline  ``run``: the four GEMMs and the producers against their floors
+    ladder      rungs of the parity ladder: their numbers, table and picture
+    predictions what the roofline says of GPUs that were not timed; a record takes a prediction's place
     load_bench  ``run``: checkpoint loaders against one another
 
 Nothing here imports torch or asks a device before it is called, so a record can be validated anywhere.

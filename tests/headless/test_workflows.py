@@ -28,7 +28,8 @@ NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
 SELFTESTS = [name for name in NAMES if name.startswith("selftest_")]
 BENCHES = [name for name in NAMES if name.startswith("bench_")]
 CONVERSIONS = [name for name in NAMES if name.startswith("quantize_")]
-REAL = [name for name in NAMES if name not in SELFTESTS + BENCHES + CONVERSIONS]
+LADDERS = [name for name in NAMES if name.startswith("parity_")]
+REAL = [name for name in NAMES if name not in SELFTESTS + BENCHES + CONVERSIONS + LADDERS]
 UI_FORMAT_OF = "0.30."  # the ComfyUI whose saved form of the core nodes the files have
 UI_ONLY = {"MarkdownNote"}
 FILE_INPUTS = {  # inputs that name a file, and the folder below the base directory where it is looked for
@@ -41,7 +42,13 @@ FILE_INPUTS = {  # inputs that name a file, and the folder below the base direct
     ("LoadVideo", "file"): "input",
     ("LoadAudio", "audio"): "input",
 }
-SMALL_BENCH = {"bench_kernels": {"rows": 17, "columns": "small"}, "bench_attention": {"rows": 17, "heads": 2}}
+SMALL_BENCH = {
+    "bench_kernels": {"rows": 17, "columns": "small"},
+    "bench_attention": {"rows": 17, "heads": 2},
+    "bench_step": {"variants": "stock, pack, each half alone"},
+    "bench_block": {"rows": 17},
+    "bench_roofline": {"rows": 17},
+}
 OTHER_VERSIONS = {"SaveVideo": {"codec", "format.codec"}}  # one widget, named differently from 0.33 on
 RUNGS = {
     "bf16": {"latents equal, bit for bit", "finite", "blocks fused"},
@@ -142,8 +149,9 @@ def test_twins():
     assert sorted(path.stem for path in (WORKFLOWS / "api").glob("*.json")) == NAMES
     assert len(SELFTESTS) == 2
     assert len(REAL) == 4
-    assert len(BENCHES) == 2
+    assert len(BENCHES) == 5
     assert len(CONVERSIONS) == 1
+    assert len(LADDERS) == 1
 
 
 def test_files_are_what_the_generator_makes(server, object_info):
@@ -330,6 +338,21 @@ def test_bench_runs(name, server, comfy_cli, tmp_path):
     # What is promised of times is skipped on a CPU; what is promised of numbers holds there too.
     assert {gate["result"] for gate in record["gates"] if gate["reason"] != "a CPU is not measured"} == {"passed"}
     assert str(server.base) not in json.dumps(record)
+
+
+@pytest.mark.parametrize("name", LADDERS)
+def test_ladder_runs(name, server, comfy_cli):
+    """The very file: no rung failed, every rung is there for both tasks, and what was skipped says why."""
+    events = comfy_cli(WORKFLOWS / "api" / f"{name}.json", "--wait")
+    assert events[-1]["ok"] is True
+    (output,) = server.history(events[-1]["data"]["prompt_id"])["outputs"].values()
+    assert " passed, 0 failed, " in output["text"][0]
+    (file,) = output["h3bw_record"]
+    record = json.loads((server.base / "output" / file["subfolder"] / file["filename"]).read_text("utf-8"))
+    assert record["status"] == "finished" and record["kind"] == "parity"
+    assert {gate["name"][0] for gate in record["gates"]} == set("01234567")
+    (picture,) = output["images"]
+    assert (server.base / "output" / picture["subfolder"] / picture["filename"]).read_bytes()[:4] == b"\x89PNG"
 
 
 @pytest.mark.parametrize("form", ["api", "ui"])

@@ -24,6 +24,10 @@ IDS = [
     "H3BW_Environment",
     "H3BW_BenchKernels",
     "H3BW_BenchAttention",
+    "H3BW_ParityLadder",
+    "H3BW_BenchStep",
+    "H3BW_Roofline",
+    "H3BW_BenchBlock",
 ]
 
 # Saved workflows hold widget values by position: new widgets go to the end, and none moves.
@@ -44,6 +48,10 @@ WIDGETS = {
     "H3BW_Environment": [],
     "H3BW_BenchKernels": ["rows", "columns", "ops", "rounds", "filename_prefix"],
     "H3BW_BenchAttention": ["lengths", "rows", "heads", "backend", "rounds", "filename_prefix"],
+    "H3BW_ParityLadder": ["width", "height", "length", "emulate", "on_difference", "filename_prefix"],
+    "H3BW_BenchStep": ["size", "variants", "also_attention", "tau", "steps", "rounds", "filename_prefix"],
+    "H3BW_Roofline": ["rows", "columns", "rounds", "filename_prefix"],
+    "H3BW_BenchBlock": ["rows", "block", "rounds", "filename_prefix"],
 }  # fmt: skip
 
 # The widgets of a menu's options follow it, so they keep their places too.
