@@ -263,6 +263,8 @@ def first_call(decision: Decision, name: str, function, tensors, device, checked
     decision.first_call_ms[name] = round((time.perf_counter() - started) * 1000, 3)
     found = checked.errors(out)
     decision.errors[name] = found.as_dict()
+    if not math.isfinite(found.relative) and bool(torch.isfinite(checked.reference).all()):
+        return "its result is not finite on these tensors, where the reference is"
     if bound is not None and not found.relative <= bound:
         return f"relative error {found.relative:.2e} is over the bound {bound:g}"
     return None

@@ -219,6 +219,14 @@ def test_one_that_fails_is_dropped_with_its_reason(clock, only, monkeypatch):
     assert "out of memory" in decision.dropped["full"]
 
 
+def test_one_whose_result_is_not_finite_is_no_choice(clock, only, monkeypatch):
+    monkeypatch.setattr(probe, "refusal", lambda *arguments: None)
+    only(clock.backend("overflows", 1.0, noise=float("inf")), clock.backend("good", 10.0))
+    plan, decision = decide()
+    assert plan.backend.name == "good"
+    assert decision.dropped["overflows"] == "its result is not finite on these tensors, where the reference is"
+
+
 def test_one_that_fails_its_probe_is_no_candidate(clock, only):
     only(clock.backend("wrong", 1.0, noise=0.2), clock.backend("good", 10.0))
     plan, decision = decide()
