@@ -488,7 +488,7 @@ class SideForward:
         rows = y.view(-1, y.shape[-1])
         for (start, stop), found in self._parts(hidden).items():
             with self._update(found, rows) as (part, low_rank, alpha):
-                rows[:, start:stop].addmm_(part, low_rank.t(), alpha=alpha)
+                fused.low_rank_add_(rows[:, start:stop], part, low_rank, alpha)
         return y
 
 

@@ -16,6 +16,7 @@ The ops, in the order in which the data meets them::
     swiglu_nvfp4          gate_up -> silu(gate) * up -> NVFP4                   feeds mlp.fc2
     swiglu_side           gate_up -> + a LoRA's update -> silu(gate) * up       where fc1 has a side branch
     norm_modulate, swiglu the same with bf16 out, for GPUs without FP4 and for layers that are not NVFP4
+    low_rank_add_         y += a LoRA's update, in place                        behind a linear with a side branch
     gate_residual_        x += gate * y, per segment, in place
 """
 

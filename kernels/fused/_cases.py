@@ -161,18 +161,36 @@ def _swiglu_chain(gate_up, decode_scale):
     return swiglu_reference(gate_up)
 
 
-def swiglu_side(device: torch.device) -> Iterator[Case]:
-    """Factors of few bits: every partial sum is exact in fp32, so that no order of additions shows."""
-    generator = torch.Generator().manual_seed(5)
+def _updates(device: torch.device, seed: int) -> Iterator[tuple[str, tuple]]:
+    """``(name, (y, hidden, low_rank, alpha))``: factors of few bits, so that no order of the additions shows in fp32.
+
+    y has an even number of columns, gate and up for SwiGLU.
+    """
+    generator = torch.Generator().manual_seed(seed)
 
     def few_bits(rows: int, columns: int, least: float, bound: int) -> torch.Tensor:
         return (torch.randint(-bound, bound + 1, (rows, columns), generator=generator) * least).bfloat16()
 
-    for tokens, columns, rank, alpha in ((1, 256, 16, 0.5), (17, 80, 32, 1.0), (130, 1040, 144, -0.25)):
-        gate_up = torch.randn(tokens, 2 * columns, generator=generator).bfloat16()
-        hidden, low_rank = few_bits(tokens, rank, 0.25, 8), few_bits(2 * columns, rank, 0.125, 8)
-        arguments = (gate_up.to(device), hidden.to(device), low_rank.to(device), alpha)
-        yield Case(f"rank {rank}, {tokens}x{columns}, alpha {alpha}", arguments)
+    for tokens, columns, rank, alpha in ((1, 512, 16, 0.5), (17, 160, 32, 1.0), (130, 2080, 144, -0.25)):
+        y = torch.randn(tokens, columns, generator=generator).bfloat16()
+        hidden, low_rank = few_bits(tokens, rank, 0.25, 8), few_bits(columns, rank, 0.125, 8)
+        name = f"rank {rank}, {tokens}x{columns}, alpha {alpha}"
+        yield name, (y.to(device), hidden.to(device), low_rank.to(device), alpha)
+
+
+def swiglu_side(device: torch.device) -> Iterator[Case]:
+    for name, arguments in _updates(device, 5):
+        yield Case(name, arguments)
+
+
+def low_rank_add_(device: torch.device) -> Iterator[Case]:
+    for name, arguments in _updates(device, 6):
+        yield Case(name, arguments, written=0)
+    y, hidden, low_rank, alpha = next(_updates(device, 7))[1]
+    wide = torch.cat([y, y, y], dim=1)
+    yield Case(
+        "columns of wider tensors", (wide[:, 512:1024], hidden.repeat(1, 3)[:, 16:32], low_rank, alpha), written=0
+    )
 
 
 def gate_residual_(device: torch.device) -> Iterator[Case]:
@@ -193,6 +211,7 @@ CASES = {
         swiglu,
         swiglu_nvfp4,
         swiglu_side,
+        low_rank_add_,
         gate_residual_,
     )  # fmt: skip
 }

@@ -1,4 +1,7 @@
-"""Triton kernel of SwiGLU with a low-rank update of its input: tiles of results, two small products on the way."""
+"""Triton kernels of a low-rank update: in place, or of SwiGLU's input on the way. Tiles of results, small products.
+
+Both take the product over the rank in the same steps, so that they round alike.
+"""
 
 import torch
 import triton
@@ -10,6 +13,7 @@ from ._words_triton import ASM, NO_FUSION
 
 # Chosen by registers alone (no spills on any target), not measured on hardware.
 TILE_ROWS, TILE_COLUMNS, WARPS = 64, 64, 8
+ADD_ROWS, ADD_COLUMNS, ADD_WARPS = 64, 128, 8
 
 
 @triton.jit
@@ -46,6 +50,42 @@ def swiglu_side_tiles(
     tl.store(z_ptr + row * F + column[None, :], product.to(tl.bfloat16), mask=inside)
 
 
+@triton.jit
+def low_rank_add_tiles(
+    y_ptr, y_stride, hidden_ptr, hidden_stride, low_rank_ptr, low_rank_stride, M, N, rank, alpha,
+    R: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """``y = bf16(y + alpha * hidden @ low_rank.T)``; every pointer bf16, rank a multiple of D."""
+    rows = tl.program_id(1) * R + tl.arange(0, R)
+    columns = tl.program_id(0) * W + tl.arange(0, W)
+    inside = (rows < M)[:, None] & (columns < N)[None, :]
+    row = tl.minimum(rows, M - 1).to(tl.int64)[:, None]
+    column = tl.minimum(columns, N - 1).to(tl.int64)[:, None]
+    y_at = y_ptr + rows.to(tl.int64)[:, None] * y_stride + columns[None, :]
+    updated = _updated(
+        y_at, hidden_ptr + row * hidden_stride, low_rank_ptr + column * low_rank_stride, inside, rank, alpha, R, W, D
+    )
+    tl.store(y_at, updated.to(tl.bfloat16), mask=inside)
+
+
+def low_rank_add_(y, hidden, low_rank, alpha):
+    """The ``triton`` implementation of ``low_rank_add_``."""
+    rows, columns = y.shape
+    rank = hidden.shape[1]
+    grid = (triton.cdiv(columns, ADD_COLUMNS), triton.cdiv(rows, ADD_ROWS))
+    with _launch.on(y.device):
+        low_rank_add_tiles[grid](
+            y, y.stride(0), hidden, hidden.stride(0), low_rank, low_rank.stride(0), rows, columns, rank, float(alpha),
+            R=ADD_ROWS, W=ADD_COLUMNS, D=depth_of(rank), num_warps=ADD_WARPS, **NO_FUSION,
+        )  # fmt: skip
+    return y
+
+
+def depth_of(rank: int) -> int:
+    """Columns of the factors that one step of the product takes."""
+    return 32 if rank % 32 == 0 else 16
+
+
 def swiglu_side(gate_up, hidden, low_rank, alpha):
     """The ``triton`` implementation of ``swiglu_side``."""
     rows, columns = gate_up.shape[0], gate_up.shape[1] // 2
@@ -55,6 +95,6 @@ def swiglu_side(gate_up, hidden, low_rank, alpha):
     with _launch.on(gate_up.device):
         swiglu_side_tiles[grid](
             gate_up, hidden, low_rank, z, rows, columns, rank, float(alpha),
-            R=TILE_ROWS, W=TILE_COLUMNS, D=32 if rank % 32 == 0 else 16, ASM=ASM, num_warps=WARPS, **NO_FUSION,
+            R=TILE_ROWS, W=TILE_COLUMNS, D=depth_of(rank), ASM=ASM, num_warps=WARPS, **NO_FUSION,
         )  # fmt: skip
     return z

@@ -213,6 +213,61 @@ def test_swiglu_with_a_low_rank_update(rows, columns, rank):
     assert fused.OPS["swiglu_side"].bytes_moved(rows, columns) == 6 * rows * columns
 
 
+@pytest.mark.parametrize(("rows", "columns", "rank"), [(1, 16, 4), (17, 80, 16), (129, 48, 33)])
+def test_a_low_rank_update_in_place(rows, columns, rank):
+    """Columns of wider tensors, as split q, k and v have them: only those of y change, and by one rounded sum."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (rows, 3 * columns), (rows, 2 * rank), (columns, rank)
+    wide, hidden, low_rank = (torch.randn(*shape, generator=generator).bfloat16() for shape in shapes)
+    y, part = wide[:, columns : 2 * columns], hidden[:, rank:]
+    before = wide.clone()
+    exact = y.double() + 0.3 * part.double() @ low_rank.double().t()
+    assert fused.low_rank_add_(y, part, low_rank, 0.3, impl="reference") is y
+    assert ((y.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-6).all()
+    assert torch.equal(wide[:, :columns], before[:, :columns])
+    assert torch.equal(wide[:, 2 * columns :], before[:, 2 * columns :])
+    y.copy_(before[:, columns : 2 * columns])
+    expected = before[:, columns : 2 * columns].addmm(part, low_rank.t(), alpha=0.3)
+    assert torch.equal(fused.low_rank_add_(y, part, low_rank, 0.3), expected)  # auto without a kernel: the library's
+    assert fused.OPS["low_rank_add_"].bytes_moved(rows, columns) == 4 * rows * columns
+
+
+@pytest.mark.parametrize("op", ["swiglu_side", "low_rank_add_"])
+def test_updates_of_few_bits_round_once_in_any_order(op):
+    """What certifies the kernels: reference and library agree there, in fp64 too."""
+    cases = pack_module("kernels.fused._cases").CASES[op]
+    for case in cases(torch.device("cpu")):
+        y, hidden, low_rank, alpha = case.arguments
+        exact = (y.double() + alpha * hidden.double() @ low_rank.double().t()).float().bfloat16()
+        expected = exact if op == "low_rank_add_" else fused.swiglu(exact)
+        assert torch.equal(fused.OPS[op].reference(*case.arguments), expected), case.name
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ({"hidden": torch.zeros(2, 4)}, ValueError, r"hidden must be \[3, r\] and low_rank \[32, r\]"),
+        ({"low_rank": torch.zeros(31, 4)}, ValueError, r"hidden must be \[3, r\] and low_rank \[32, r\]"),
+        ({"y": torch.zeros(32)}, ValueError, "y must be"),
+        ({"hidden": torch.zeros(3, 4).half()}, TypeError, "must have y's dtype"),
+    ],
+)
+def test_low_rank_add_refuses_what_does_not_fit(change, error, text):
+    given = {"y": torch.zeros(3, 32), "hidden": torch.zeros(3, 4), "low_rank": torch.zeros(32, 4), **change}
+    with pytest.raises(error, match=text):
+        fused.low_rank_add_(*given.values(), 1.0)
+
+
+def test_low_rank_add_takes_columns_of_wider_tensors_and_ranks_that_a_tensor_core_divides():
+    accepts = fused.OPS["low_rank_add_"].implementations[0].accepts
+    zeros = torch.zeros(3, 96, dtype=torch.bfloat16)
+    assert accepts(zeros[:, 32:64], zeros[:, :16], torch.zeros(32, 16, dtype=torch.bfloat16), 1.0) is None
+    assert "multiple of 16, have 20" in accepts(zeros, zeros[:, :20], zeros[:, :20], 1.0)
+    assert "needs bfloat16" in accepts(zeros, zeros[:, :16].float(), zeros[:, :16], 1.0)
+    assert "beside one another" in accepts(zeros[:, ::2], zeros[:, :16], zeros[:, :16], 1.0)
+    assert "at least one row" in accepts(zeros[:0], zeros[:0, :16], zeros[:, :16], 1.0)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "text"),
     [
@@ -248,7 +303,8 @@ def test_swiglu_side_takes_ranks_that_a_tensor_core_divides():
 def test_the_folder_is_the_registry():
     assert not fused.BROKEN
     assert set(fused.OPS) >= {
-        "gate_residual_", "norm_modulate", "norm_modulate_nvfp4", "rows_nvfp4", "swiglu", "swiglu_nvfp4", "swiglu_side",
+        "gate_residual_", "low_rank_add_", "norm_modulate", "norm_modulate_nvfp4", "rows_nvfp4", "swiglu",
+        "swiglu_nvfp4", "swiglu_side",
     }  # fmt: skip
     for name, op in fused.OPS.items():
         assert op.summary and callable(getattr(fused, name)) and getattr(fused, name).__name__ == name

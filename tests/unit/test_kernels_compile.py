@@ -21,7 +21,10 @@ POINTERS = {
     "eps": "fp32", "gate_up_ptr": "*bf16", "hidden_ptr": "*bf16", "low_rank_ptr": "*bf16", "z_ptr": "*bf16",
     "alpha": "fp32",
 }  # fmt: skip
-ALIGNED = ("F", "rank", "K", "x_stride", "y_stride", "head_stride", "scale_stride", "shift_stride")
+ALIGNED = (
+    "F", "rank", "hidden_stride", "low_rank_stride", "K", "x_stride", "y_stride", "head_stride", "scale_stride",
+    "shift_stride",
+)  # fmt: skip
 HALF, SWIGLU_HALF, ROWS_HALF = 2688, 7168, 3584  # words of a row: H3's hidden, ffn and inner widths
 
 
@@ -68,6 +71,11 @@ def cases():
             side.swiglu_side_tiles,
             {"R": side.TILE_ROWS, "W": side.TILE_COLUMNS, "D": 32, "ASM": True},
             side.WARPS, False, 255, True,
+        ),
+        "low-rank add": (
+            side.low_rank_add_tiles,
+            {"R": side.ADD_ROWS, "W": side.ADD_COLUMNS, "D": 32},
+            side.ADD_WARPS, False, 255, True,
         ),
         "gate": (
             gate.gate_tiles,
