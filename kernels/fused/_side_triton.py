@@ -38,16 +38,17 @@ def swiglu_side_tiles(
     rows = tl.program_id(1) * R + tl.arange(0, R)
     columns = tl.program_id(0) * W + tl.arange(0, W)
     inside = (rows < M)[:, None] & (columns < F)[None, :]
-    # Rows and columns outside are read from the last one inside, so that the products need no masks.
-    row = tl.minimum(rows, M - 1).to(tl.int64)[:, None]
+    # Factors outside are read from the last row inside, so that the products need no masks. The tiles of y and z keep
+    # plain columns: clamped ones would hide from the compiler that they lie beside one another.
+    row = rows.to(tl.int64)[:, None]
     column = tl.minimum(columns, F - 1).to(tl.int64)
-    hidden_row = hidden_ptr + row * rank
-    y_at = gate_up_ptr + row * (2 * F) + column[None, :]
+    hidden_row = hidden_ptr + tl.minimum(row, M - 1) * rank
+    y_at = gate_up_ptr + row * (2 * F) + columns[None, :]
     gate_row = low_rank_ptr + column[:, None] * rank
     gate = _updated(y_at, hidden_row, gate_row, inside, rank, alpha, R, W, D)
     up = _updated(y_at + F, hidden_row, gate_row + F.to(tl.int64) * rank, inside, rank, alpha, R, W, D)
     product = silu(gate, ASM).to(tl.bfloat16).to(tl.float32) * up
-    tl.store(z_ptr + row * F + column[None, :], product.to(tl.bfloat16), mask=inside)
+    tl.store(z_ptr + row * F + columns[None, :], product.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ POINTERS = {
     "alpha": "fp32",
 }  # fmt: skip
 ALIGNED = (
-    "F", "rank", "hidden_stride", "low_rank_stride", "K", "x_stride", "y_stride", "head_stride", "scale_stride",
+    "F", "N", "rank", "hidden_stride", "low_rank_stride", "K", "x_stride", "y_stride", "head_stride", "scale_stride",
     "shift_stride",
 )  # fmt: skip
 HALF, SWIGLU_HALF, ROWS_HALF = 2688, 7168, 3584  # words of a row: H3's hidden, ffn and inner widths
