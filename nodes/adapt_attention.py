@@ -70,7 +70,7 @@ def understand(
     if not (q.dtype in DTYPES and k.dtype in DTYPES and v.dtype in DTYPES):
         raise NotOurs(f"q, k and v are {', '.join(str(tensor.dtype) for tensor in tensors)}")
     if not skip_reshape:
-        if any(tensor.dim() != 3 or tensor.shape[-1] % heads for tensor in tensors):
+        if heads < 1 or any(tensor.dim() != 3 or tensor.shape[-1] % heads for tensor in tensors):
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors)
             raise NotOurs(f"q, k and v are {shapes} with {heads} heads")
         tensors = [tensor.unflatten(-1, (heads, -1)).transpose(1, 2) for tensor in tensors]
@@ -93,7 +93,7 @@ def hand_on(previous, function, args, kwargs):
     """Call the override that was there before, else ComfyUI's function; containers are still full."""
     if previous is None:
         return function(*args, **kwargs)
-    if isinstance(args[0], CONTAINER):
+    if args and isinstance(args[0], CONTAINER):
         if hasattr(previous, "container_function"):
             return previous.container_function(*args, **kwargs)
         args = (*(container.take() for container in args[:3]), *args[3:])

@@ -252,14 +252,21 @@ def settings_of(backend: str | dict, layout: str, blocks: int | None) -> Setting
         blocks: how many the model has, or None when that is not known.
 
     Raises:
-        ValueError: a number that is none, or blocks that are none.
+        ValueError: a name, a layout, a number or blocks that are none.
     """
-    given = {"backend": backend} if isinstance(backend, str) else {k: v for k, v in backend.items() if v is not None}
-    name = given["backend"]
+    given = {k: v for k, v in backend.items() if v is not None} if isinstance(backend, dict) else {"backend": backend}
+    name = given.get("backend")
+    if not isinstance(name, str):
+        raise ValueError(f"backend must be the name of a backend, is {_short(name)}")
+    if layout not in attention.LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(attention.LAYOUTS)}, is {_short(layout)}")
     record = next((record for record in attention.records() if record.name == name), None)
 
     def number(key: str, default: float, most: float) -> float:
-        value = float(given.get(key, default))
+        try:
+            value = float(given.get(key, default))
+        except (TypeError, ValueError):
+            raise ValueError(f"{key} must be a number, is {_short(given[key])}") from None
         if not (math.isfinite(value) and 0 <= value <= most):
             raise ValueError(f"{key} must be from 0 to {most:g}, have {value}")
         return value
@@ -282,6 +289,12 @@ def settings_of(backend: str | dict, layout: str, blocks: int | None) -> Setting
         dense_steps=number("dense_steps", SOL_DENSE_PERCENT if taken else 0.0, 100.0) / 100,
         dense_blocks=dense_blocks,
     )
+
+
+def _short(value) -> str:
+    """A widget's value for a message, however long it is."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 class AttentionBackend(io.ComfyNode):

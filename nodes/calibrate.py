@@ -171,7 +171,7 @@ def summary(choices: dict[str, calibrate.Choice]) -> dict[str, dict]:
     return out
 
 
-def as_text(file: str, calls: int, kinds: dict[str, dict]) -> str:
+def as_text(file: str, calls: int, kinds: dict[str, dict], unseen: int = 0) -> str:
     """The report for a person."""
     lines = [f"{file}: static activation scales from {calls} calls of each linear"]
     for kind, found in kinds.items():
@@ -185,6 +185,8 @@ def as_text(file: str, calls: int, kinds: dict[str, dict]) -> str:
                 f"(most lost: {found['worst_loss_db']:.2f} dB in {found['worst']})"
             )
         lines.append(line)
+    if unseen:
+        lines.append(f"{unseen} calls had no float tensor on the watched device (codes, or another GPU): not counted")
     lines.append("Load the new file and set Fuse H3 Blocks to mode static: its producers then read x once.")
     return "\n".join(lines)
 
@@ -253,13 +255,15 @@ class SaveCalibration(io.ComfyNode):
                 found.to("cpu")
         write_scales(source, target, {name: choice.input_scale for name, choice in choices.items()})
         kinds = summary(choices)
-        text = as_text(os.path.basename(target), max(choice.calls for choice in choices.values()), kinds)
+        unseen = sum(found.unseen for found in statistics.values())
+        text = as_text(os.path.basename(target), max(choice.calls for choice in choices.values()), kinds, unseen)
         report = {
             "schema": "h3bw-calibration/1",
             "source": os.path.basename(source),
             "file": os.path.basename(target),
             "headroom": headroom,
             "clip_percent": clip_percent,
+            "unseen_calls": unseen,
             "kinds": kinds,
             "layers": {name: dataclasses.asdict(choice) for name, choice in choices.items()},
         }

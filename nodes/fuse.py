@@ -25,6 +25,10 @@ VARIABLES = {
 }
 # site -> the op that writes NVFP4 there
 PRODUCERS = {"modulate": "norm_modulate_nvfp4", "attention_output": "rows_nvfp4", "swiglu": "swiglu_nvfp4"}
+# A stream of fewer rows is left to ComfyUI where no linear of the block takes codes: on an H200, 514 rows took 84 ms a
+# step in ComfyUI's blocks and 117 fused, both waiting for the host (research/records); 2,048 rows were faster fused.
+LEAST_ROWS = 2048
+ANY_ROWS = "h3bw_any_rows"  # transformer_options[ANY_ROWS]: fuse short streams too, for comparisons
 BESIDE = "rows_nvfp4"  # ... and from bf16 rows, for a linear with a side branch
 
 
@@ -37,6 +41,16 @@ def default_scale_backend() -> str:
     """``H3_NVFP4_SCALE_BACKEND`` when it names one we have, else ``vortex``."""
     asked = os.environ.get("H3_NVFP4_SCALE_BACKEND", "").strip()
     return asked if asked in SCALE_BACKENDS else SCALE_BACKENDS[0]
+
+
+def once_a_forward(arguments: dict, function, *key):
+    """``function(*key)``, asked once in a forward; each time where no wrapper of ours says that one is running."""
+    forward = arguments.get("transformer_options", {}).get(run.FORWARD)
+    if forward is None:
+        return function(*key)
+    if (function, key) not in forward:
+        forward[function, key] = function(*key)
+    return forward[function, key]
 
 
 class BlockPatch:
@@ -76,7 +90,7 @@ class BlockPatch:
                     recorder.fallbacks[self.index, reason] += 1
                 return original_block(arguments)["img"]
             comfy.ops.run_every_op()
-            sites, refused = sites_on(arguments["img"].device, self.sites)
+            sites, refused = once_a_forward(arguments, sites_on, arguments["img"].device, self.sites)
             out = adapt.fused_forward(
                 block,
                 arguments["img"],
@@ -98,8 +112,21 @@ class BlockPatch:
             return MODE_OFF
         return (
             adapt.block_reason(block, arguments)
+            or self._rows_reason(block, arguments)
             or adapt.class_reason(type(block))
-            or device_reason(arguments["img"].device, self.emulate)
+            or once_a_forward(arguments, device_reason, arguments["img"].device, self.emulate)
+        )
+
+    def _rows_reason(self, block, arguments: dict) -> str | None:
+        """Why a short stream is left to ComfyUI where no linear multiplies FP4: the same bits, and it starts sooner."""
+        x, options = arguments["img"], arguments.get("transformer_options", {})
+        if x.device.type != "cuda" or self.emulate != "off" or x.shape[0] >= LEAST_ROWS or options.get(ANY_ROWS):
+            return None
+        if any(adapt.fp4_reason(block.get_submodule(name)) is None for name in adapt.LINEARS):
+            return None
+        return (
+            f"{x.shape[0]} rows in bf16: below {LEAST_ROWS} the time goes into starting kernels, and ComfyUI's block "
+            "starts fewer"
         )
 
     def _note_bf16_inputs(self, block, recorder, refused: dict[str, str]) -> None:

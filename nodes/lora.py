@@ -107,11 +107,15 @@ def load_factors(path: str, model) -> comfy.model_patcher.ModelPatcher:
     """Read a LoRA file for a model, or find the factors that another node holds already.
 
     Raises:
-        CheckpointError: the file is no safetensors file, or damaged.
+        ValueError: the file is gone.
+        CheckpointError: it is no safetensors file, or damaged.
         LoraError: see :func:`kernels.lora.read`.
     """
     linears = linears_of(adapt.h3_model(model))
-    stat = os.stat(path)
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        raise ValueError(f"{os.path.basename(path)}: cannot be read: {error.strerror}") from None
     key = (path, stat.st_mtime_ns, stat.st_size, tuple(linears.items()), model.load_device, model.offload_device)
     found = _loaded.get(key)
     if found is not None:

@@ -69,6 +69,7 @@ class Run:
     nonfinite: tuple[int, int] | None = None
     peak_bytes: int | None = None
     _flags: torch.Tensor | None = field(default=None, repr=False)
+    _extremes: torch.Tensor | None = field(default=None, repr=False)
     _of_patchers: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary, repr=False)
     _last: Run | None = field(default=None, repr=False)
 
@@ -84,6 +85,7 @@ class Run:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self._flags = torch.zeros(blocks, dtype=torch.int32, device=device)
+        self._extremes = torch.zeros(2, blocks, dtype=torch.bfloat16, device=device)
 
     def attended(self, plan) -> None:
         """Count a call that ran by ``plan`` (:class:`kernels.attention.Plan`); cheap, on every call."""
@@ -101,20 +103,31 @@ class Run:
             }  # fmt: skip
 
     def watch(self, block: int, out: torch.Tensor) -> None:
-        """Note on the device whether a block's output is finite: one read of it, no wait, nothing kept."""
-        flags = self._flags
-        if flags is None or not isinstance(out, torch.Tensor) or out.device != flags.device or out.numel() == 0:
+        """Note the extremes of a block's output on the device: one read of it, one launch, no wait, nothing kept."""
+        extremes = self._extremes
+        if extremes is None or not isinstance(out, torch.Tensor) or out.device != extremes.device or out.numel() == 0:
             return
-        low, high = torch.aminmax(out.detach())
-        bad = ~(torch.isfinite(low) & torch.isfinite(high))
-        flag = flags[block]
-        flag.copy_(torch.where(bad & (flag == 0), self.steps, flag))
+        low, high = extremes[0, block], extremes[1, block]
+        if out.dtype == extremes.dtype:
+            torch.aminmax(out.detach(), out=(low, high))
+        else:
+            for kept, value in zip((low, high), torch.aminmax(out.detach()), strict=True):
+                kept.copy_(value)
+
+    def stepped(self) -> None:
+        """After a forward: mark the blocks whose output was not finite in it, where none was before."""
+        flags, extremes = self._flags, self._extremes
+        if flags is None or extremes is None:
+            return
+        bad = ~torch.isfinite(extremes).all(dim=0)
+        flags.copy_(torch.where(bad & (flags == 0), self.steps, flags))
+        extremes.zero_()
 
     def end(self, finished: bool) -> None:
         """Close the run: read the flags, take the time, log one line."""
         self.seconds = time.perf_counter() - self._started
         self.state = "finished" if finished else "interrupted"
-        flags, self._flags = self._flags, None
+        flags, self._flags, self._extremes = self._flags, None, None
         if finished and flags is not None:
             hits = [(step, block) for block, step in enumerate(flags.tolist()) if step]
             self.nonfinite = min(hits) if hits else None
@@ -247,14 +260,16 @@ def _around_forward(executor, *args, **kwargs):
     def ours(value):
         return isinstance(value, dict) and RUN in value
 
-    for value in (*args, *kwargs.values()):
-        if ours(value):
-            value[RUN].steps += 1
-            break
+    run = next((value[RUN] for value in (*args, *kwargs.values()) if ours(value)), None)
+    if run is not None:
+        run.steps += 1
     forward["latents"] = args[0] if args else None
     args = [with_model(value) if ours(value) else value for value in args]
     kwargs = {name: with_model(value) if ours(value) else value for name, value in kwargs.items()}
     try:
-        return executor(*args, **kwargs)
+        out = executor(*args, **kwargs)
+        if run is not None:
+            run.stepped()
+        return out
     finally:
         forward.clear()  # it must not keep a latent alive

@@ -10,7 +10,7 @@ import comfy.model_management
 
 from . import adapt_attention, report, run
 from .attention import AttentionBackend, AttentionOverride
-from .fuse import BlockPatch, FuseBlocks, default_scale_backend, hard_off
+from .fuse import ANY_ROWS, BlockPatch, FuseBlocks, default_scale_backend, hard_off
 
 
 def without_fused_blocks(model):
@@ -83,7 +83,14 @@ def pair(model, emulate: str) -> tuple:
     patched = fuse(bare, emulate=emulate) if settings is None else model
     emulate = emulate if settings is None else settings["emulate"]
     # With four bits emulated, stock's own block code runs on emulated linears too.
-    return (fuse(bare, mode="off", emulate="w4a4") if emulate == "w4a4" else bare), patched
+    return (fuse(bare, mode="off", emulate="w4a4") if emulate == "w4a4" else bare), of_any_rows(patched)
+
+
+def of_any_rows(model):
+    """A clone whose fused blocks take short streams too: a comparison with blocks that step aside shows nothing."""
+    clone = model.clone()
+    clone.model_options.setdefault("transformer_options", {})[ANY_ROWS] = True
+    return clone
 
 
 def ways(model, asked: str) -> tuple[str, ...]:

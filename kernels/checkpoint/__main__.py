@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
             with open(options.report, "w", encoding="utf-8") as file:
                 json.dump(report, file, indent=1, allow_nan=False)
             error_plot.draw(report, os.path.splitext(options.report)[0] + ".png")
-    except (CheckpointError, OSError) as error:
+    except (CheckpointError, OSError, ValueError, RuntimeError) as error:  # torch refuses a device with a RuntimeError
         print(f"\n{error}", file=sys.stderr)
         return 1
     print(summary(report))

@@ -45,9 +45,8 @@ def test_the_ladder(drawn, tmp_path):
 
 def test_the_step(drawn, tmp_path):
     module = pack_module("nodes.bench_step")
-    report = module.run(
-        None, ((320, 192, 22),), ("pack", "attention", "fuse"), 2, tmp_path / "step.json", model=drawn, rounds=2
-    )
+    size = (768, 448, 22)  # 320x192 is too short for blocks in bf16
+    report = module.run(None, (size,), ("pack", "attention", "fuse"), 2, tmp_path / "step.json", model=drawn, rounds=2)
     record = pack_module("kernels.measure").read(tmp_path / "step.json")
     assert failed(record, "latent differs", "passes differ", "first and last") == [], report.text
     assert all(line.seconds > 0 and line.peak_bytes > 0 for line in report.lines)

@@ -260,3 +260,35 @@ def test_blocks_that_the_model_does_not_have(pack):
         pack_module("nodes.attention").parse_blocks("0, 49", 3)
     with pytest.raises(ValueError, match="only a MiniMax H3 says which block runs"):
         pack_module("nodes.attention").settings_of({"backend": "auto", "dense_blocks": "1"}, "auto", None)
+
+
+@pytest.mark.parametrize("backend", [3, ["sdpa"], {}, {"backend": None}, {"backend": {"backend": "sdpa"}}, None])
+def test_a_backend_that_is_no_name_is_refused(pack, backend):
+    with pytest.raises(ValueError, match="backend must be the name of a backend"):
+        pack_module("nodes.attention").settings_of(backend, "auto", 50)
+
+
+def test_a_layout_that_is_none_is_refused(pack):
+    with pytest.raises(ValueError, match="layout must be one of auto, .*, is 'bogus'"):
+        pack_module("nodes.attention").settings_of("sdpa", "bogus", 50)
+    with pytest.raises(ValueError, match="is '" + "x" * 59 + r"\.\.\.$"):
+        pack_module("nodes.attention").settings_of("sdpa", "x" * 10_000_000, 50)
+
+
+@pytest.mark.parametrize("value", ["much", [1], {}])
+def test_a_number_that_is_none_is_refused(pack, value):
+    with pytest.raises(ValueError, match="dense_steps must be a number"):
+        pack_module("nodes.attention").settings_of({"backend": "sol", "dense_steps": value}, "auto", 50)
+
+
+def test_a_call_without_heads_is_handed_on(pack):
+    module = pack_module("nodes.adapt_attention")
+    tensors = [torch.zeros(1, 4, 8) for _ in range(3)]
+    with pytest.raises(module.NotOurs, match="with 0 heads"):
+        module.understand(*tensors, 0, exact=True)
+
+
+def test_handing_on_a_call_by_keywords(pack):
+    hand_on = pack_module("nodes.adapt_attention").hand_on
+    given = dict.fromkeys(("q", "k", "v"), 1)
+    assert hand_on(lambda function, **kwargs: (function, kwargs), "core", (), given) == ("core", given)

@@ -116,7 +116,10 @@ def test_clipping_is_reported(tiny, folder):
     model, positive, latent = tiny
     patched = watch(model)
     out, _ = sample(patched, positive, latent)
+    statistics = pack_module("nodes.calibrate").watcher_of(patched).statistics
+    next(iter(statistics.values())).unseen = 3
     result = save(patched, out, headroom=1.0, clip_percent=1.0)
+    assert "3 calls had no float tensor" in result.result[0]
     (saved,) = result.ui["h3bw_calibration"]
     layers = json.loads((folder / saved["subfolder"] / saved["filename"]).read_text("utf-8"))["layers"]
     rates = [layer["clipped"] for layer in layers.values()]

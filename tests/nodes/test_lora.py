@@ -574,3 +574,8 @@ def test_stock_lora_in_low_vram_is_named(tiny, name):
         linear.weight_function = []
     assert costs["left_fp4"] == ["blocks.0.mlp.fc1"] and costs["patched"] == 12
     assert any("left the FP4 path" in line and "blocks.0.mlp.fc1" in line for line in lora.stock_lines(costs))
+
+
+def test_a_file_that_vanished_is_told_by_its_name(tiny, tmp_path):
+    with pytest.raises(ValueError, match=r"^gone\.safetensors: cannot be read: No such file"):
+        pack_module("nodes.lora").load_factors(str(tmp_path / "gone.safetensors"), tiny[0])

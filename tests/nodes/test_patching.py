@@ -1,6 +1,7 @@
 """Patches live in the clone: nothing leaks, nothing stacks, nobody else's patch is dropped."""
 
 import gc
+import types
 
 import pytest
 import torch
@@ -515,3 +516,51 @@ def test_the_first_block_that_is_not_finite_is_named(tiny):
     rung = next(item for item in report.build(patched, out[0])["rungs"] if item["rung"] == "finite")
     assert rung["result"] == "failed"
     assert rung["reason"] == "block 1 is the first with a non-finite output, in evaluation 2"
+
+
+def test_what_a_run_watches_does_not_depend_on_the_dtype():
+    """One forward marks blocks once, with its own number; other dtypes than the buffer's are noted too."""
+    run = pack_module("nodes.run").Run()
+    run.begin(torch.device("cpu"), 4)
+    outs = [torch.ones(2, 3, dtype=dtype) for dtype in (torch.bfloat16, torch.float32, torch.float16)]
+    for step, broken in ((1, None), (2, 1), (3, 0), (4, 1)):
+        run.steps = step
+        for block, out in enumerate(outs):
+            run.watch(block, out.clone().fill_(float("nan")) if block == broken else out)
+        run.watch(3, "no tensor")
+        run.stepped()
+    assert run._flags.tolist() == [3, 2, 0, 0]
+    run.end(finished=True)
+    assert run.nonfinite == (2, 1) and run._flags is None and run._extremes is None
+
+
+def test_a_short_stream_in_bf16_is_left_to_comfyui(tiny):
+    """Only on a GPU, only where no linear takes codes, and not in a comparison."""
+    fuse_module, adapt = pack_module("nodes.fuse"), pack_module("nodes.adapt")
+    block = adapt.h3_model(tiny[0]).blocks[0]
+    linears = [block.get_submodule(name) for name in adapt.LINEARS]
+    assert all(adapt.fp4_reason(linear) for linear in linears)  # this test runs without FP4
+
+    def reason(rows, emulate="off", device="cuda", **options):
+        x = types.SimpleNamespace(device=torch.device(device), shape=(rows, 5376))
+        patch = fuse_module.BlockPatch(0, adapt.Sites(), "exact", emulate, None)
+        return patch._rows_reason(block, {"img": x, "transformer_options": options})
+
+    assert reason(514).startswith("514 rows in bf16: below 2048 ")
+    assert reason(2048) is None and reason(514, device="cpu") is None and reason(514, emulate="w4a4") is None
+    assert reason(514, **{fuse_module.ANY_ROWS: True}) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapt, "fp4_reason", lambda linear, emulated=False: None if linear is linears[2] else "no FP4")
+        assert reason(514) is None
+
+
+def test_the_device_is_asked_once_a_forward(tiny, monkeypatch):
+    """What depends on the device alone is looked up once for all blocks, and again in the next evaluation."""
+    model, positive, latent = tiny
+    module, asked = pack_module("nodes.fuse"), []
+    real = module.sites_on
+    monkeypatch.setattr(module, "sites_on", lambda *key: asked.append(key) or real(*key))
+    patched = fuse(model, emulate="w4a4")
+    sample(patched, positive, latent, steps=3)
+    run = run_of(patched)
+    assert run.blocks > 1 and len(asked) == run.steps == 3

@@ -426,6 +426,10 @@ def test_module_from_the_command_line(tmp_path):
     done = subprocess.run(command, **options)
     assert done.returncode == 1 and "new.safetensors: exists already" in done.stderr and not done.stdout
     assert "Traceback" not in done.stderr
+    other = [*command[:4], str(tmp_path / "other.safetensors"), "--device", "nonsense"]
+    done = subprocess.run(other, **options)
+    assert done.returncode == 1 and "nonsense" in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "other.safetensors").exists()
 
 
 def test_the_picture_shows_every_kind(tmp_path):
