@@ -1,4 +1,4 @@
-"""Every record in research/records is valid and says where it was measured, and ``python -m kernels.measure`` sees it."""
+"""Every record in research/records is valid, says where it was measured, and passes ``python -m kernels.measure``."""
 
 import json
 import shutil
