@@ -23,6 +23,8 @@ experiment stays, so that it is not tried again.
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import re
 from collections import Counter
 from pathlib import Path
@@ -33,6 +35,7 @@ from .validation import Check
 
 SCHEMA = "experiments/1"
 STATUSES = ("proposed", "running", "accepted", "rejected", "inconclusive", "blocked", "superseded")
+OPEN = ("proposed", "running", "blocked")
 DECIDED = ("accepted", "rejected", "inconclusive")
 VERDICTS = {"accept": "accepted", "reject": "rejected", "inconclusive": "inconclusive"}  # status that a verdict makes
 MEMBERS = {
@@ -44,6 +47,14 @@ UNRECORDED = "number not recorded"
 ID = re.compile(r"[a-z0-9]+(?:-[a-z0-9]+)*")
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.json")
 NUMBER = re.compile(r"(?<![\w.])\d")  # not that of a name such as P1 or NVFP4
+
+
+class RegistryError(ValueError):
+    """A registry that must not be written or cannot be read; ``problems`` has one sentence each."""
+
+    def __init__(self, file: str, problems: list[str]):
+        self.file, self.problems = file, list(problems)
+        super().__init__(f"{file}: " + "; ".join(self.problems))
 
 
 def validate(data, records=None) -> list[str]:
@@ -87,6 +98,33 @@ def read(path, records=None) -> tuple[dict | None, list[str]]:
     except (ValueError, RecursionError) as error:
         return None, [str(error)]
     return data, validate(data, records)
+
+
+def enter(path, experiment: dict, records) -> None:
+    """Put an experiment into a registry; one of the same id that is still open is replaced.
+
+    Raises:
+        RegistryError: the registry is bad, would be, or has the id with an outcome, which nothing deletes.
+    """
+    path = Path(path)
+    data, problems = read(path, records)
+    if problems:
+        raise RegistryError(path.name, problems)
+    old = next((item for item in data["experiments"] if item["id"] == experiment["id"]), None)
+    if old is not None and old["status"] not in OPEN:
+        raise RegistryError(path.name, [f"{old['id']} is {old['status']}, which stays; choose another id"])
+    kept = [item for item in data["experiments"] if item is not old]
+    data = {**data, "experiments": [*kept, experiment]}
+    problems = validate(data, records)
+    if problems:
+        raise RegistryError(path.name, problems)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        text = json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False)
+        temporary.write_text(text + "\n", encoding="utf-8", newline="\n")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _said(value) -> bool:
