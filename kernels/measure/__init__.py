@@ -3,6 +3,7 @@
     samples     orders, medians, the paired bootstrap and its verdict      standard library
     validation  ``validate(record) -> [problem, ...]``                     standard library
     provenance  what a record says of source, machine and versions         torch where there is a GPU
+    experiments  the registry: ``experiments.validate(data, records)``      standard library
     manifest    ``Manifest``: writes a ``run-manifest/1`` file             standard library
     timing      ``time_rotating``: every variant once a round, in balanced orders, CUDA events around graph replays
     telemetry   clocks and power limit from the driver                     standard library

@@ -254,6 +254,16 @@ def _no_constant(word: str):
     raise ValueError(f"{word} is not JSON")
 
 
+def strict_json(path):
+    """Parse a file as strict JSON.
+
+    Raises:
+        ValueError, RecursionError: not UTF-8, not JSON, NaN or Infinity, a name given twice, nested too deeply.
+    """
+    text = Path(path).read_text(encoding="utf-8")
+    return json.loads(text, object_pairs_hook=_strict_object, parse_constant=_no_constant)
+
+
 def read(path) -> dict:
     """Read a record strictly and validate it.
 
@@ -262,8 +272,7 @@ def read(path) -> dict:
     """
     name = os.path.basename(path)
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        data = json.loads(text, object_pairs_hook=_strict_object, parse_constant=_no_constant)
+        data = strict_json(path)
     except (ValueError, RecursionError) as error:
         raise ManifestError(name, [str(error)]) from None
     problems = validate(data)

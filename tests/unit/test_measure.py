@@ -274,11 +274,17 @@ def test_copy_and_rate():
 # ---------------------------------------------------------------- records
 
 
+A_GPU = {
+    "name": "GPU", "uuid_sha256": "0" * 64, "capability": "9.0", "multiprocessors": 132, "memory_bytes": 1 << 30,
+    "l2_bytes": 1 << 20, "driver": "580.1", "power_limit_w": 700.0, "clocks": None,
+}  # fmt: skip
+
+
 def build(path):
     """A whole record with a copy, a baseline, its control and a candidate, gates of every kind and a fallback."""
     with measure.Manifest(path, "kernel", device=CPU) as record:
         record.add_input("x", [torch.arange(6, dtype=torch.bfloat16), b"more"])
-        variants = {"stock": noisy(2.0, 1, 8), "stock (A/A)": noisy(2.0, 2, 8), "triton": noisy(1.0, 3, 8)}
+        variants = {"stock": noisy(2.0, 1, 12), "stock (A/A)": noisy(2.0, 2, 12), "triton": noisy(1.0, 3, 12)}
         copied = record.add_case("copy", "copy", (1024,), "bfloat16", [1.0, 1.0])
         copied["roofline"] = roofline.rate(10**9, 1.0, 10**9, 1.0)
         record.add_orders("copy", [["copy"], ["copy"]])
@@ -287,7 +293,7 @@ def build(path):
             for name, values in variants.items()
         }
         orders = samples.balanced_orders(list(variants))
-        record.add_orders("swiglu", [orders[number % 6] for number in range(8)])
+        record.add_orders("swiglu", [orders[number % 6] for number in range(12)])
         cases["triton"]["roofline"] = roofline.rate(10**6, cases["triton"]["summary"]["median"], 10**9, 1.0)
         record.compare(cases["triton"], cases["stock"], cases["stock (A/A)"], BAR, 5)
         for name in ("stock", "triton"):
@@ -298,6 +304,7 @@ def build(path):
         record.add_gate("blocks", "at_most", 0, reason="no checkpoint here")
         record.add_gate("fp4 in the SASS", "at_least", 1, reason="sm_90 has none", not_applicable=True)
         record.set_protocol(timer=timing.GRAPHS, seed=5)
+        record.data["hardware"]["gpus"] = [dict(A_GPU)]
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -342,6 +349,9 @@ MUTATIONS = {
     "kind": (put("kind", "benchmark"), "kind"),
     "status": (put("status", "ok"), "status"),
     "run id": (put("run_id", "a b"), "run_id"),
+    "run id of another time": (lambda r: r.update(run_id="20200101T000000Z" + r["run_id"][16:]), "run_id: must be"),
+    "run id of another kind": (lambda r: r.update(run_id=r["run_id"].replace("kernel", "step")), "run_id: must be"),
+    "run id that is a number": (put("run_id", 7), "malformed"),
     "time without zone": (put("started_at", "2026-01-01T00:00:00"), "started_at"),
     "no end": (put("finished_at", None), "finished_at"),
     "end before start": (put("finished_at", "2001-01-01T00:00:00+00:00"), "before started_at"),
@@ -353,25 +363,34 @@ MUTATIONS = {
     "clean with a diff": (put("source", "diff_sha256", "0" * 64), "source.dirty"),
     "clean with untracked files": (put("source", "untracked", ["a.py"]), "source.dirty"),
     "no argv": (put("invocation", "argv", []), "argv"),
+    "secret in the argv": (put("invocation", "argv", ["a.py", "--api-key", "abc"]), "sounds like a secret"),
+    "secret after an equals sign": (put("invocation", "argv", ["a.py", "--token=abc"]), "sounds like a secret"),
+    "secret in the environment": (put("invocation", "env", {"COMFY_API_KEY": "abc"}), "is not withheld"),
+    "no python": (put("invocation", "python", ""), "invocation.python"),
     "cwd": (put("invocation", "cwd", "a/b"), "cwd"),
     "environment variable": (put("invocation", "env", {"USER": "me"}), "allow-list"),
     "path in a note": (put("notes", ["see /home/me/run.json"]), "path of one machine"),
     "path in a reason": (put("dispatch", "fallbacks", 0, "reason", r"C:\Users\me\x.dll"), "path of one machine"),
     "image digest": (put("environment", "image_digest", "latest"), "image_digest"),
     "package version": (put("environment", "packages", "torch", 2), "packages.torch"),
-    "uuid in the clear": (
-        lambda r: r["hardware"]["gpus"].append(
-            {**dict.fromkeys(pack_module("kernels.measure.validation").GPU), "uuid_sha256": "GPU-1", "name": "x",
-             "memory_bytes": 1}
-        ),
-        "uuid_sha256",
-    ),
+    "uuid in the clear": (put("hardware", "gpus", 0, "uuid_sha256", "GPU-1"), "uuid_sha256"),
+    "uuid in a note": (put("notes", ["ran on GPU-01234567-89ab-cdef-0123-456789abcdef"]), "a GPU's UUID"),
+    "no cores": (put("hardware", "cpu", "cores", 0), "hardware.cpu.cores"),
+    "unknown of the cpu": (put("hardware", "cpu", "host", "x"), "does not know host"),
+    "a GPU's timer without a GPU": (put("hardware", "gpus", []), "hardware.gpus: is empty"),
+    "capability": (put("hardware", "gpus", 0, "capability", "sm_90"), "capability"),
+    "driver": (put("hardware", "gpus", 0, "driver", 580), "driver"),
+    "power limit": (put("hardware", "gpus", 0, "power_limit_w", -1), "power_limit_w"),
     "input hash": (put("inputs", 0, "sha256", "abc"), "inputs[0].sha256"),
     "input size": (put("inputs", 0, "bytes", -1), "inputs[0].bytes"),
+    "input of no bytes": (put("inputs", 0, "bytes", 0), "checksum of nothing"),
+    "input without a name": (put("inputs", 0, "name", " "), "inputs[0].name"),
     "input twice": (lambda r: r["inputs"].append(r["inputs"][0]), "twice there is x"),
     "output missing": (lambda r: r["outputs"].pop(), "misses the checksum of swiglu / triton"),
+    "baseline's output missing": (lambda r: r["outputs"].pop(0), "misses the checksum of swiglu / stock"),
+    "output renamed": (put("outputs", 1, "name", "swiglu / other"), "misses the checksum of swiglu / triton"),
     "sample edited": (lambda r: scale(r, 0.5), "the samples say"),
-    "sample dropped": (lambda r: r["cases"][3]["samples"].pop(), "7 samples of triton"),
+    "sample dropped": (lambda r: r["cases"][3]["samples"].pop(), "11 samples of triton"),
     "no samples": (put(*CANDIDATE, "samples", []), "at least one"),
     "negative sample": (put(*CANDIDATE, "samples", 0, -1.0), "above zero"),
     "boolean sample": (put(*CANDIDATE, "samples", 0, True), "above zero"),
@@ -383,21 +402,44 @@ MUTATIONS = {
     "calls": (put(*CANDIDATE, "calls", 0), "calls"),
     "unit": (put(*CANDIDATE, "unit", "us"), "unit"),
     "shape": (put(*CANDIDATE, "shape", [0]), "shape"),
+    "no shape": (put(*CANDIDATE, "shape", []), "shape"),
+    "dtype": (put(*CANDIDATE, "dtype", None), "dtype"),
+    "clocks": (put(*CANDIDATE, "clocks", {"sm_mhz": 1980}), "clocks: misses after, before"),
     "saving edited": (put(*CANDIDATE, "comparison", "saving_share", 0.9), "saving_share"),
     "verdict edited": (put(*CANDIDATE, "comparison", "verdict", "inconclusive"), "comparison.verdict"),
     "bar lowered after the fact": (put(*CANDIDATE, "comparison", "bar_ms", 99.0), "comparison.verdict"),
     "bootstrap seed": (put(*CANDIDATE, "comparison", "seed", 6), "interval"),
+    "bar lowered where the verdict stays": (put(*CANDIDATE, "comparison", "bar_ms", 0.0), "the bar of kernel"),
+    "bar of a step on a kernel": (
+        lambda r: r["cases"][3]["comparison"].update(bar_share=0.005, bar_ms=5.0), "the bar of kernel"
+    ),
+    "no control": (lambda r: r["cases"][3]["comparison"].update(control=None, control_ms=None), "control: must be"),
+    "another variant as control": (put(*CANDIDATE, "comparison", "control", "stock"), "control: must be"),
+    "compared with itself": (put(*CANDIDATE, "comparison", "baseline", "triton"), "not compared with itself"),
+    "seed sought after the fact": (put("protocol", "seed", 6), "seed: must be the protocol's"),
+    "verdict on a host clock": (put("protocol", "timer", timing.HOST), "a verdict needs CUDA events"),
+    "comparison of another kind": (put(*CANDIDATE, "comparison", [1]), "must be an object"),
+    "unknown in the comparison": (put(*CANDIDATE, "comparison", "p_value", 0.01), "does not know p_value"),
     "baseline of nobody": (put(*CANDIDATE, "comparison", "baseline", "other"), "no case 'other'"),
     "rate edited": (put(*CANDIDATE, "roofline", "gb_per_s", 9000.0), "gb_per_s"),
     "share edited": (put(*CANDIDATE, "roofline", "share_of_copy", 1.0), "share_of_copy"),
     "floor without a copy": (put("cases", 0, "roofline", None), "no copy measured"),
     "order edited": (put("protocol", "orders", "swiglu", 0, ["stock", "stock", "triton"]), "round ran"),
+    "one variant always first": (
+        lambda r: r["protocol"]["orders"].update(swiglu=[["stock", "stock (A/A)", "triton"]] * 12), "not balanced"
+    ),
+    "rounds as a flag": (put("protocol", "rounds", "copy", True), "protocol.rounds.copy"),
     "rounds edited": (put("protocol", "rounds", "swiglu", 9), "9 declared"),
     "orders missing": (lambda r: r["protocol"]["orders"].pop("swiglu"), "orders: misses swiglu"),
     "orders of nobody": (put("protocol", "orders", "other", []), "no case has this group"),
     "timer": (put("protocol", "timer", ""), "timer"),
+    "cases that nothing timed": (put("protocol", "timer", "none"), "something timed them"),
+    "seed": (put("protocol", "seed", "5"), "seed"),
     "fallback without a reason": (put("dispatch", "fallbacks", 0, "reason", " "), "needs its reason"),
+    "fallback without what was asked": (put("dispatch", "fallbacks", 0, "asked", ""), "fallbacks[0].asked"),
     "count of nothing": (put("dispatch", "ran", 0, "count", 0), "count"),
+    "ran twice": (lambda r: r["dispatch"]["ran"].append(r["dispatch"]["ran"][0]), "dispatch.ran: twice"),
+    "nothing ran": (put("dispatch", "ran", 0, "implementation", None), "ran[0].implementation"),
     "skip without a reason": (put("gates", 1, "reason", None), "needs a reason"),
     "skip with a value": (put("gates", 1, "observed", 0), "no observed value"),
     "skip that counts as passed": (put("gates", 1, "result", "passed"), "needs an observed number"),
@@ -406,6 +448,12 @@ MUTATIONS = {
     "failure that held": (put("gates", 0, "result", "failed"), "failed, but 0 is at most 0"),
     "gate result": (put("gates", 0, "result", "ok"), "result"),
     "gate rule": (put("gates", 0, "rule", "roughly"), "rule"),
+    "gate without a name": (put("gates", 0, "name", ""), "gates[0].name"),
+    "gate without a threshold": (put("gates", 0, "threshold", None), "set before the run"),
+    "gate that observed a flag": (put("gates", 0, "observed", False), "needs an observed number"),
+    "threshold moved after the fact": (put("gates", 0, "threshold", -1), "not at most -1"),
+    "gate's reason": (put("gates", 0, "reason", 3), "reason: must be a text or null"),
+    "unknown in a gate": (put("gates", 0, "waived", True), "does not know waived"),
     "gate twice": (lambda r: r["gates"].append(r["gates"][0]), "twice there is parity"),
     "cases of another kind": (put("cases", {"a": 1}), "malformed"),
     "gpus of another kind": (put("hardware", "gpus", 3), "malformed"),

@@ -96,6 +96,8 @@ LEFT_OUT = [
     ".ci/run",
     ".sandbox/venv/pyvenv.cfg",
     "research/records/run.json",
+    "research/experiments.json",
+    "research/candidates/_rows_halves_triton.py",
     ".gitignore",
     "nodes/__pycache__/load.cpython-311.pyc",
 ]
