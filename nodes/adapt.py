@@ -30,6 +30,8 @@ from ..kernels import fused, nvfp4
 NVFP4_LAYOUT = "TensorCoreNVFP4Layout"
 LINEARS = ("attn.qkv_proj", "attn.out_proj", "mlp.fc1", "mlp.fc2")
 SIDE_RANK_MULTIPLE = 16  # ranks that the kernel of fused.swiglu_side takes
+# On an H200 at 38,016 rows the update inside SwiGLU paid at rank 32, and cost 2 to 3 ms at rank 128 (research/records).
+SIDE_MOST_RANK = 64
 BLOCK_PARAMETERS = ("self", "x", "t_emb", "mod_segments", "rope_freqs")
 # What core hands to a "double_block" replacement. `layout` (newer versions) informs patches; the block never sees it.
 REPLACE_ARGUMENTS = {"img", "t_emb", "mod_segments", "rope_freqs", "transformer_options", "layout"}
@@ -61,8 +63,8 @@ class Sites:
         impl: implementation asked of the registry.
         norm: "aten" (ComfyUI's own) or "fused", where that one is known to give the same bits.
         beside: write NVFP4 for a linear that has a side branch too: from bf16 rows, which the branch needs as well.
-        side_swiglu: add fc1's side branch inside SwiGLU where fc2 takes codes, if `elementwise` is on too. On a GPU
-            that is not to the bit what adding it first gives (see ``fused.swiglu_side``).
+        side_swiglu: add fc1's side branch inside SwiGLU where fc2 takes codes, if `elementwise` is on too: the bits
+            that ``fused.low_rank_add_`` and SwiGLU give one after the other.
     """
 
     modulate: bool = True
@@ -426,14 +428,15 @@ class SideForward:
     def apart(self, x) -> Iterator[tuple]:
         """``(y, None)`` with the update in y, or ``(y, (hidden, low_rank, alpha))`` for a consumer that adds it.
 
-        The second where nothing else has a hand in the linear and the update is one of all its columns, of a rank that
-        a tensor core divides: ``y + alpha * hidden @ low_rank.T`` is then what the linear returns.
+        The second where nothing else has a hand in the linear and the update is one of all its columns, of a small rank
+        that a tensor core divides: ``y + alpha * hidden @ low_rank.T`` is then what the linear returns.
         """
         whole = (0, self.linear.out_features)
         found = self._parts(self.taken).get(whole, []) if self.taken is not None else []
         rank = sum(part.shape[1] for _, part, _ in found)
         all_of_it = rank > 0 and len(found) == sum(len(pair.ups) for pair in self.pairs)
-        if not all_of_it or rank % SIDE_RANK_MULTIPLE or foreign_forward(self.linear):
+        inside = rank % SIDE_RANK_MULTIPLE == 0 and rank <= SIDE_MOST_RANK
+        if not all_of_it or not inside or foreign_forward(self.linear):
             yield self.linear(x), None
             return
         hidden = self._take_taken()

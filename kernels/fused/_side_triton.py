@@ -11,21 +11,22 @@ from . import _launch
 from ._swiglu_triton import silu
 from ._words_triton import ASM, NO_FUSION
 
-# Chosen by registers alone (no spills on any target), not measured on hardware.
-TILE_ROWS, TILE_COLUMNS, WARPS = 128, 64, 8
+# The one choice that was timed, on one H200 (research/records/h200_lora.json); others were only compiled.
+TILE_ROWS, TILE_COLUMNS, WARPS = 64, 64, 8
 ADD_ROWS, ADD_COLUMNS, ADD_WARPS = 64, 128, 8
 
 
 @triton.jit
-def _factor(row, start, D: tl.constexpr):
-    """Columns ``start`` to ``start + D`` of a factor's rows, ``[rows, D]``."""
-    return tl.load(row + (start + tl.arange(0, D))[None, :])
-
-
-@triton.jit
-def _updated(y, total, alpha):
-    """fp32 of bf16(y + alpha * total), a tile."""
-    return (y.to(tl.float32) + alpha * total).to(tl.bfloat16).to(tl.float32)
+def _updated(y_at, hidden_row, low_rank_row, inside, rank, alpha, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr):
+    """fp32 of bf16(y + alpha * hidden @ low_rank.T), a tile."""
+    total = tl.zeros([R, W], tl.float32)
+    depth = tl.arange(0, D)
+    for start in range(0, rank, D):
+        a = tl.load(hidden_row + (start + depth)[None, :])
+        b = tl.load(low_rank_row + (start + depth)[None, :])
+        total = tl.dot(a, tl.trans(b), total)
+    y = tl.load(y_at, mask=inside, other=0.0).to(tl.float32)
+    return (y + alpha * total).to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit
@@ -44,17 +45,8 @@ def swiglu_side_tiles(
     hidden_row = hidden_ptr + tl.minimum(row, M - 1) * rank
     y_at = gate_up_ptr + row * (2 * F) + columns[None, :]
     gate_row = low_rank_ptr + column[:, None] * rank
-    up_row = gate_row + F.to(tl.int64) * rank
-    # Read before the products, which hide the wait for it.
-    gate_before = tl.load(y_at, mask=inside, other=0.0)
-    up_before = tl.load(y_at + F, mask=inside, other=0.0)
-    gate_total, up_total = tl.zeros([R, W], tl.float32), tl.zeros([R, W], tl.float32)
-    for start in range(0, rank, D):
-        a = _factor(hidden_row, start, D)
-        gate_total = tl.dot(a, tl.trans(_factor(gate_row, start, D)), gate_total)
-        up_total = tl.dot(a, tl.trans(_factor(up_row, start, D)), up_total)
-    gate = _updated(gate_before, gate_total, alpha)
-    up = _updated(up_before, up_total, alpha)
+    gate = _updated(y_at, hidden_row, gate_row, inside, rank, alpha, R, W, D)
+    up = _updated(y_at + F, hidden_row, gate_row + F.to(tl.int64) * rank, inside, rank, alpha, R, W, D)
     product = silu(gate, ASM).to(tl.bfloat16).to(tl.float32) * up
     tl.store(z_ptr + row * F + columns[None, :], product.to(tl.bfloat16), mask=inside)
 
@@ -71,12 +63,10 @@ def low_rank_add_tiles(
     row = tl.minimum(rows, M - 1).to(tl.int64)[:, None]
     column = tl.minimum(columns, N - 1).to(tl.int64)[:, None]
     y_at = y_ptr + rows.to(tl.int64)[:, None] * y_stride + columns[None, :]
-    hidden_row, low_rank_row = hidden_ptr + row * hidden_stride, low_rank_ptr + column * low_rank_stride
-    before = tl.load(y_at, mask=inside, other=0.0)
-    total = tl.zeros([R, W], tl.float32)
-    for start in range(0, rank, D):
-        total = tl.dot(_factor(hidden_row, start, D), tl.trans(_factor(low_rank_row, start, D)), total)
-    tl.store(y_at, _updated(before, total, alpha).to(tl.bfloat16), mask=inside)
+    updated = _updated(
+        y_at, hidden_ptr + row * hidden_stride, low_rank_ptr + column * low_rank_stride, inside, rank, alpha, R, W, D
+    )
+    tl.store(y_at, updated.to(tl.bfloat16), mask=inside)
 
 
 def low_rank_add_(y, hidden, low_rank, alpha):

@@ -128,7 +128,7 @@ def test_fused_blocks_equal_unfused_ones_to_the_bit(tiny, emulate, count):
 
 @pytest.mark.parametrize(
     ("ranks", "inside"),
-    [((16,), True), ((16, 32), True), ((8, 8), True), ((16, 4), False), ((20,), False)],
+    [((16,), True), ((16, 32), True), ((8, 8), True), ((16, 4), False), ((20,), False), ((48, 32), False)],
 )
 def test_the_update_of_fc1_inside_swiglu(tiny, ranks, inside, monkeypatch):
     """Where a tensor core divides the rank, gate_up never holds the update; the latents are the same."""
