@@ -1,6 +1,6 @@
 """One experiment on a fused op: a baseline and a candidate, isolated, checked, timed, recorded, entered.
 
-    python tests/experiment.py --op rows_nvfp4 --candidate research/candidates/_rows_halves_triton.py --device cuda:0 \\
+    python tests/experiment.py --op rows_nvfp4 --candidate research/candidates/_rows_backwards_triton.py --device cuda:0 \\
         --out research/records/NAME.json --registry research/experiments.json --id ID [--commit HASH]
 
 Each side runs its short cases (at least 13) and its checksum at H3's shape in a fresh process of its own, and the short
@@ -36,7 +36,9 @@ NO_GPU = "no GPU: a CPU is not measured"
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--op", required=True)
-    parser.add_argument("--candidate", required=True, help="a Python file; kernels/measure/candidate.py says of what form")
+    parser.add_argument(
+        "--candidate", required=True, help="a Python file; kernels/measure/candidate.py says of what form"
+    )
     parser.add_argument("--baseline", default="shipped", help="shipped, reference, an implementation's name or a file")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--out", type=Path, required=True, help="the record")
@@ -44,7 +46,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--id", help="of the experiment in the registry")
     parser.add_argument("--rows", type=int, help="38016; on a CPU 64")
     parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--scale", choices=("both", "dynamic", "static"), default="both", help="of ops that write NVFP4")
+    parser.add_argument(
+        "--scale", choices=("both", "dynamic", "static"), default="both", help="of ops that write NVFP4"
+    )
     parser.add_argument("--norm", choices=("aten", "fused"), default="aten", help="of ops with a norm")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=900, help="seconds that one process may take")
@@ -109,7 +113,13 @@ def isolated(given: argparse.Namespace, what: str, folder: Path, sanitizer: str 
         return json.loads(path.read_text(encoding="utf-8")), output
     last = next((line for line in reversed(output.splitlines()) if line.strip()), "it said nothing")
     failure = f"{ended}: {last.strip()}"
-    return {"implementation": Path(what).name, "refused": None, "cases": [], "checksums": {}, "failure": failure}, output
+    return {
+        "implementation": Path(what).name,
+        "refused": None,
+        "cases": [],
+        "checksums": {},
+        "failure": failure,
+    }, output
 
 
 def find_sanitizer() -> str | None:
@@ -174,7 +184,9 @@ def first_of(reasons: list[str]) -> str | None:
     return reasons[0] + more if reasons else None
 
 
-def gates_of_sanitizer(record, given: argparse.Namespace, sides: dict[str, str], folder: Path, on_gpu: bool) -> list[str]:
+def gates_of_sanitizer(
+    record, given: argparse.Namespace, sides: dict[str, str], folder: Path, on_gpu: bool
+) -> list[str]:
     """memcheck over the short cases of both sides; returns what the candidate has failed."""
     tool, failed = find_sanitizer(), []
     for side, what in sides.items():
@@ -266,9 +278,7 @@ def experiment(given: argparse.Namespace, folder: Path) -> tuple[str, str, list[
             print("both in rotation", flush=True)
             ours = candidate.implementation_of(given.op, given.candidate, device)
             with torch.cuda.device(device):
-                judged = candidate.time_gate(
-                    record, given.op, baseline, ours, device, rounds=given.rounds, **shape
-                )
+                judged = candidate.time_gate(record, given.op, baseline, ours, device, rounds=given.rounds, **shape)
         record.data["environment"] = provenance.environment()  # again: the libraries that the run has loaded
         status, reason, cases = outcome_of(failed, refused, judged)
         reason = provenance.plain(reason)
@@ -314,11 +324,14 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     candidate, experiments = pack_module("kernels.measure.candidate"), pack_module("kernels.measure.experiments")
     try:
+        found = None
+        if given.registry is not None:
+            found = experiments.ready(given.registry, given.id, given.out.name, given.out.parent)
         with tempfile.TemporaryDirectory() as folder:
             status, reason, cases, baseline = experiment(given, Path(folder))
         if given.registry is not None:
             entry = entry_of(given, status, reason, cases, baseline)
-            experiments.enter(given.registry, entry, given.out.parent)
+            experiments.enter(given.registry, entry, given.out.parent, found)
     except (candidate.CandidateError, experiments.RegistryError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -5,8 +5,8 @@
     saved = time_gate(record, op, baseline, candidate, device, rows=38016, columns=...)
 
 A candidate is one Python file. It is loaded as if it lay in ``kernels/fused``, so ``from . import _launch`` works, and
-has ``run(*arguments)`` with the arguments that the op's implementations get (``OP.reference`` has the same). It may have
-``refuse(device)`` and ``accepts(*arguments)``, as :class:`fused.Implementation` has them, and ``TITLE`` and
+has ``run(*arguments)`` with the arguments that the op's implementations get (``OP.reference`` has the same). It may
+have ``refuse(device)`` and ``accepts(*arguments)``, as :class:`fused.Implementation` has them, and ``TITLE`` and
 ``HYPOTHESIS``, texts for the registry. ``tests/experiment.py`` runs an experiment: the checks of each side in a process
 of its own, the time of both in one.
 """
@@ -84,7 +84,9 @@ def implementation_of(op: str, what: str, device: torch.device) -> fused.Impleme
     if what in known:
         return known[what]
     if not what.endswith(".py"):
-        raise CandidateError(f"{op}: no implementation {what!r}; choose {SHIPPED}, {REFERENCE}, {', '.join(known)}, a file")
+        raise CandidateError(
+            f"{op}: no implementation {what!r}; choose {SHIPPED}, {REFERENCE}, {', '.join(known)}, a file"
+        )
     module = load(what)
     return fused.Implementation(
         Path(what).name,

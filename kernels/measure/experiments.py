@@ -100,19 +100,42 @@ def read(path, records=None) -> tuple[dict | None, list[str]]:
     return data, validate(data, records)
 
 
-def enter(path, experiment: dict, records) -> None:
-    """Put an experiment into a registry; one of the same id that is still open is replaced.
+def ready(path, name: str, file: str, records) -> tuple[dict, dict | None]:
+    """A registry that an experiment can be entered into, and the open one of that id or None. Ask before a run.
+
+    Args:
+        name: the experiment's id.
+        file: name of the record that it will have.
 
     Raises:
-        RegistryError: the registry is bad, would be, or has the id with an outcome, which nothing deletes.
+        RegistryError: the registry is bad, has the id with an outcome, which nothing deletes, or another experiment
+            rests on the record.
     """
     path = Path(path)
     data, problems = read(path, records)
     if problems:
         raise RegistryError(path.name, problems)
-    old = next((item for item in data["experiments"] if item["id"] == experiment["id"]), None)
+    if not ID.fullmatch(name):
+        raise RegistryError(path.name, [f"an id is lower-case words with dashes, not {name!r}"])
+    old = next((item for item in data["experiments"] if item["id"] == name), None)
     if old is not None and old["status"] not in OPEN:
-        raise RegistryError(path.name, [f"{old['id']} is {old['status']}, which stays; choose another id"])
+        raise RegistryError(path.name, [f"{name} is {old['status']}, which stays; choose another id"])
+    for item in data["experiments"]:
+        if item is not old and any(cited["file"] == file for cited in item["evidence"]):
+            raise RegistryError(path.name, [f"{item['id']} rests on {file}; choose another name for the record"])
+    return data, old
+
+
+def enter(path, experiment: dict, records, found: tuple[dict, dict | None]) -> None:
+    """Put an experiment into a registry, in place of the open one of its id.
+
+    Args:
+        found: of :func:`ready`, before the run.
+
+    Raises:
+        RegistryError: the registry would be bad.
+    """
+    path, (data, old) = Path(path), found
     kept = [item for item in data["experiments"] if item is not old]
     data = {**data, "experiments": [*kept, experiment]}
     problems = validate(data, records)

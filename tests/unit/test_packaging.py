@@ -97,7 +97,7 @@ LEFT_OUT = [
     ".sandbox/venv/pyvenv.cfg",
     "research/records/run.json",
     "research/experiments.json",
-    "research/candidates/_rows_halves_triton.py",
+    "research/candidates/_rows_backwards_triton.py",
     ".gitignore",
     "nodes/__pycache__/load.cpython-311.pyc",
 ]
