@@ -4,27 +4,47 @@ from __future__ import annotations
 
 import copy
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from comfy_server import PACK_ROOT, ComfyServer, make_base_directory
-from conftest import comfyui_folder
+from comfy_server import PACK_FOLDER, PACK_ROOT, ComfyServer, clean_environment, free_port, make_base_directory
+from conftest import comfyui_folder, pack_module
 
+DEPLOY = PACK_ROOT / "deploy"
+WORKFLOW = PACK_ROOT / "workflows" / "api" / "deployment_smoke.json"
 Api = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory) -> Iterator[ComfyServer]:
-    base = make_base_directory(tmp_path_factory.mktemp("smoke") / "base")
+    """ComfyUI as in the image: pack and models are found through ``deploy/paths.yaml``, and only through it."""
+    root = tmp_path_factory.mktemp("smoke")
+    base = make_base_directory(root / "base", pack=None)
+    packs, models = root / "h3bw" / "custom_nodes", root / "models"
+    packs.mkdir(parents=True)
+    (packs / PACK_FOLDER).symlink_to(PACK_ROOT, target_is_directory=True)
+    (models / "diffusion_models").mkdir(parents=True)
+    checkpoint = pack_module("kernels.checkpoint")
+    checkpoint.write(models / "diffusion_models" / "mounted.safetensors", *checkpoint.tiny_h3())
+    text = (DEPLOY / "paths.yaml").read_text("utf-8")
+    for there, here in (("base_path: /opt/h3bw", packs.parent), ("base_path: /models", models)):
+        assert text.count(there) == 1
+        text = text.replace(there, f"base_path: {here}")
+    paths = root / "paths.yaml"
+    paths.write_text(text, "utf-8")
     # The cache that keeps what the last prompt used, however little memory the machine has left.
-    with ComfyServer(comfyui_folder(), base, cpu=True, args=("--cache-classic",)) as running:
+    args = ("--cache-classic", "--extra-model-paths-config", str(paths))
+    with ComfyServer(comfyui_folder(), base, cpu=True, args=args) as running:
         yield running
 
 
 @pytest.fixture
 def graph() -> Api:
-    return json.loads((PACK_ROOT / "workflows" / "api" / "deployment_smoke.json").read_text("utf-8"))
+    return json.loads(WORKFLOW.read_text("utf-8"))
 
 
 def node(graph: Api, class_type: str) -> str:
@@ -38,10 +58,61 @@ def queue(server: ComfyServer, graph: Api) -> dict[str, Any]:
     return server.wait(answer["prompt_id"])
 
 
+def healthcheck(port: int) -> subprocess.CompletedProcess:
+    """The command of the composition's healthcheck, with this Python and another port; a proxy must not be asked."""
+    yaml = pytest.importorskip("yaml", reason="PyYAML comes with ComfyUI")
+    compose = yaml.safe_load((DEPLOY / "compose.spark.yml").read_text("utf-8"))
+    _, python, flag, code = compose["services"]["comfyui"]["healthcheck"]["test"]
+    assert (python, flag) == ("python", "-c") and code.count(":8188/") == 1
+    environment = clean_environment({"http_proxy": f"http://127.0.0.1:{free_port()}", "NO_PROXY": "", "no_proxy": ""})
+    command = [sys.executable, flag, code.replace(":8188/", f":{port}/")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def warm_up(port: int, workflow: Path, minutes: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(DEPLOY / "warm_up.py"), f"http://127.0.0.1:{port}/", str(workflow), minutes]
+    return subprocess.run(command, env=clean_environment(), capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_the_image_finds_pack_and_models(server):
+    loaders = server.object_info()["H3BW_LoadNVFP4"]["input"]["required"]["unet_name"]
+    assert "mounted.safetensors" in json.dumps(loaders)
+
+
+def test_the_script_that_warms_up_and_the_healthcheck(server, tmp_path):
+    found = healthcheck(server.port)
+    assert found.returncode == 1 and "503" in found.stderr
+
+    broken = json.loads(WORKFLOW.read_text("utf-8"))
+    broken[node(broken, "H3BW_Warmup")]["inputs"]["width"] = 336
+    (tmp_path / "broken.json").write_text(json.dumps(broken), "utf-8")
+    done = warm_up(server.port, tmp_path / "broken.json", "4")
+    assert done.returncode == 1
+    assert done.stdout.strip().endswith("H3BW_Warmup: width must be a positive multiple of 32, have 336")
+    del broken[node(broken, "H3BW_Warmup")]
+    (tmp_path / "refused.json").write_text(json.dumps(broken), "utf-8")
+    done = warm_up(server.port, tmp_path / "refused.json", "4")
+    assert done.returncode == 1 and "refused the workflow with status 400" in done.stdout
+    assert healthcheck(server.port).returncode == 1
+
+    done = warm_up(server.port, WORKFLOW, "4")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("ready: warmed up in ") and done.stdout.strip().endswith("s on cpu")
+    assert healthcheck(server.port).returncode == 0
+
+
+def test_where_nothing_answers(tmp_path):
+    port = free_port()
+    done = warm_up(port, WORKFLOW, "0.001")
+    assert (done.returncode, done.stdout.strip()) == (1, "not ready: an answer of /h3bw/health did not happen in time")
+    assert healthcheck(port).returncode == 1
+    done = warm_up(port, tmp_path / "absent.json", "0.001")
+    assert done.returncode == 1 and done.stdout.startswith("not ready: ")
+
+
 def test_the_file_and_the_readiness(server, graph):
     import av
 
-    assert server.request("/h3bw/ready")[0] == 503
     entry = queue(server, graph)
     assert entry["status"]["status_str"] == "success", entry["status"]
     status, text = server.request("/h3bw/ready")

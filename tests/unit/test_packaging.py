@@ -96,6 +96,7 @@ LEFT_OUT = [
     ".ci/run",
     ".sandbox/venv/pyvenv.cfg",
     "research/records/run.json",
+    "deploy/Dockerfile.spark",  # built from a checkout, never from the archive
     ".gitignore",
     "nodes/__pycache__/load.cpython-311.pyc",
 ]
