@@ -14,6 +14,7 @@ Public surface::
     norm_of(device)                       "fused" where the kernel's RMSNorm equals ATen's in every bit, else "aten"
     status(device)                        what is known, for reports; never probes
     clear()                               forget what is in memory (the files stay)
+    remembered()                          what is in memory; reads no file and asks no device
     settle, known, key_of, keep, kept     the same memory, files and keys for other probes (attention)
 
 The file. One JSON a certificate, in the folder ``h3-blackwell-runtime`` of the user's cache, or in the folder that
@@ -255,6 +256,11 @@ def _norm_certificate(chosen: dict, label: str, device: torch.device) -> Certifi
 def known(name: str, implementation: str, device) -> Certificate | None:
     """The certificate that is in memory, or None; never reads a file and never probes."""
     return _known.get((name, implementation, indexed(device)))
+
+
+def remembered() -> list[tuple[torch.device, dict]]:
+    """Every certificate that is in memory, with its device; never reads a file, asks a device or probes."""
+    return [(device, item.as_dict()) for (_, _, device), item in list(_known.items())]
 
 
 def settle(name: str, implementation: str, device, key: Callable[[], str], compare: Callable) -> Certificate:

@@ -17,7 +17,9 @@ from .parity_ladder import ParityLadder
 from .quantize import QuantizeCheckpoint
 from .report import RuntimeReport
 from .roofline import Roofline
+from .routes import register
 from .selftest import SelfTestDecode, SelfTestModel
+from .warmup import Warmup
 
 NODES: tuple[type[io.ComfyNode], ...] = (
     LoadNVFP4,
@@ -38,11 +40,16 @@ NODES: tuple[type[io.ComfyNode], ...] = (
     BenchStep,
     Roofline,
     BenchBlock,
+    Warmup,
 )
 
 
 class H3BlackwellExtension(ComfyExtension):
     """What ComfyUI asks for the node classes."""
+
+    async def on_load(self) -> None:
+        """Add the two read-only routes to the server that is starting, if there is one."""
+        register()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
         """Return every node class of the pack."""

@@ -27,6 +27,7 @@ BLOCK = "block"  # transformer_options[FORWARD][BLOCK]: the block that is runnin
 WRAPPER_KEY = "h3bw"
 
 log = logging.getLogger("h3bw")
+_latest: dict | None = None
 
 
 @dataclass
@@ -193,6 +194,11 @@ class Run:
         }
 
 
+def latest() -> dict | None:
+    """:meth:`Run.as_dict` of the last run that ended in this process, whatever its model; holds no model."""
+    return _latest
+
+
 def find(patcher) -> Run | None:
     """The run of a ``MODEL``, or None when none of our nodes patched it.
 
@@ -231,6 +237,7 @@ def attach(patcher, name: str, settings: dict) -> Run:
 
 
 def _around_sampling(executor, *args, **kwargs):
+    global _latest
     guider = executor.class_obj
     options = guider.model_options.get("transformer_options", {})
     shared, patcher = options.get(RUN), getattr(guider, "model_patcher", None)
@@ -247,6 +254,7 @@ def _around_sampling(executor, *args, **kwargs):
         return out
     finally:
         run.end(finished)
+        _latest = run.as_dict()
 
 
 def _around_forward(executor, *args, **kwargs):

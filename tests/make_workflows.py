@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deployment_workflow import smoke
 from measurement_workflows import MEASUREMENTS, SIZES
 from workflow_notes import PROMPTS, QUANTIZE_NOTE, REAL_NOTE, SELFTEST_NOTE, TASK_NOTES, TURBO_NOTE
 
@@ -37,6 +38,7 @@ WIDTHS = {
     "MiniMaxH3ReferenceToVideo": 440,
     "H3BW_RuntimeReport": 560,
     "H3BW_QuantizeCheckpoint": 640,
+    "H3BW_Warmup": 560,
     **{name: width for name, (width, _) in SIZES.items()},
 }
 WIDE_LOADERS = ("H3BW_LoadNVFP4", "H3BW_LoraSideBranch", "CLIPLoader", "VAELoader")
@@ -48,6 +50,7 @@ EXTRA_HEIGHT = {
     "H3BW_MediaCheck": 420,
     "H3BW_RuntimeReport": 300,
     "H3BW_QuantizeCheckpoint": 620,
+    "H3BW_Warmup": 220,
     **{name: height for name, (_, height) in SIZES.items()},
 }
 BLUE, GREEN, PURPLE, GREY = "#3f789e", "#88aa88", "#a1309b", "#999999"
@@ -517,6 +520,7 @@ def build(object_info: dict[str, Any]) -> list[Graph]:
         ),
         *(fill(Graph(name, object_info), Group) for name, fill in MEASUREMENTS.items()),
         quantize_checkpoint(object_info),
+        smoke(Graph("deployment_smoke", object_info), Group, fuse),
     ]
 
 

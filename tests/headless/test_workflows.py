@@ -29,7 +29,8 @@ SELFTESTS = [name for name in NAMES if name.startswith("selftest_")]
 BENCHES = [name for name in NAMES if name.startswith("bench_")]
 CONVERSIONS = [name for name in NAMES if name.startswith("quantize_")]
 LADDERS = [name for name in NAMES if name.startswith("parity_")]
-REAL = [name for name in NAMES if name not in SELFTESTS + BENCHES + CONVERSIONS + LADDERS]
+DEPLOYMENTS = [name for name in NAMES if name.startswith("deployment_")]
+REAL = [name for name in NAMES if name not in SELFTESTS + BENCHES + CONVERSIONS + LADDERS + DEPLOYMENTS]
 UI_FORMAT_OF = "0.30."  # the ComfyUI whose saved form of the core nodes the files have
 UI_ONLY = {"MarkdownNote"}
 FILE_INPUTS = {  # inputs that name a file, and the folder below the base directory where it is looked for
@@ -152,6 +153,7 @@ def test_twins():
     assert len(BENCHES) == 5
     assert len(CONVERSIONS) == 1
     assert len(LADDERS) == 1
+    assert len(DEPLOYMENTS) == 1
 
 
 def test_files_are_what_the_generator_makes(server, object_info):

@@ -28,6 +28,7 @@ IDS = [
     "H3BW_BenchStep",
     "H3BW_Roofline",
     "H3BW_BenchBlock",
+    "H3BW_Warmup",
 ]
 
 # Saved workflows hold widget values by position: new widgets go to the end, and none moves.
@@ -52,6 +53,7 @@ WIDGETS = {
     "H3BW_BenchStep": ["size", "variants", "also_attention", "tau", "steps", "rounds", "filename_prefix"],
     "H3BW_Roofline": ["rows", "columns", "rounds", "filename_prefix"],
     "H3BW_BenchBlock": ["rows", "block", "rounds", "filename_prefix"],
+    "H3BW_Warmup": ["width", "height", "frames", "steps"],
 }  # fmt: skip
 
 # The widgets of a menu's options follow it, so they keep their places too.

@@ -98,6 +98,7 @@ LEFT_OUT = [
     "research/records/run.json",
     "research/experiments.json",
     "research/candidates/_rows_backwards_triton.py",
+    "deploy/Dockerfile.spark",  # built from a checkout, never from the archive
     ".gitignore",
     "nodes/__pycache__/load.cpython-311.pyc",
 ]
