@@ -86,9 +86,4 @@ app.registerExtension({
       },
     });
   },
-
-  // A workflow that is opened again gets its reports back from the outputs that the page still has.
-  loadedGraphNode(node) {
-    if (isOurs(node) && wanted(SETTINGS.reports)) showReport(node, app.nodeOutputs?.[node.id]?.text);
-  },
 });

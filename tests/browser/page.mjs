@@ -155,8 +155,9 @@ export class Session {
 
   /** Opens the pack's panel and returns it. */
   async openPanel() {
+    const button = ".h3bw-status-tab-button, [data-testid=h3bw-status-tab-button]"; // older and newer pages
     const panel = this.page.locator(".h3bw-panel");
-    if ((await panel.count()) === 0) await this.page.locator(".h3bw-status-tab-button").click();
+    if ((await panel.count()) === 0) await this.page.locator(button).click();
     await panel.waitFor();
     return panel;
   }
