@@ -1,4 +1,4 @@
-"""Writes what is derived from the nodes' schemas for the page: locales/en/nodeDefs.json and the head of each node's docs.
+"""Writes what is derived from the schemas for the page: locales/en/nodeDefs.json and the head of each node's docs.
 
     python tests/make_locales.py                with ComfyUI named by COMFYUI_PATH, in an environment that can import it
     python tests/make_locales.py --translated   also: zh was brought up to date with the English texts as they are now

@@ -50,6 +50,11 @@ async function addBySearch(session, word, title) {
   await page.locator("input[role=combobox]").fill(word);
   await page.locator("[role=option]", { hasText: title }).first().click();
   await page.waitForFunction((known) => window.app.graph.nodes.length > known, before.length);
+  // The new node hangs on the mouse until it is put down.
+  await page.mouse.move(EMPTY_SPOT[0] - 300, EMPTY_SPOT[1] - 200);
+  await session.frames();
+  await page.mouse.click(EMPTY_SPOT[0] - 300, EMPTY_SPOT[1] - 200);
+  await session.frames();
   return await page.evaluate((known) => {
     const { graph, canvas } = window.app;
     const node = graph.nodes.find((found) => !known.includes(found.id));
@@ -81,13 +86,17 @@ async function slotAt(session, id, kind, name) {
   );
 }
 
+/** Draws a link with the mouse. */
 async function connect(session, from, output, to, input) {
   const { mouse } = session.page;
   const [start, end] = [await slotAt(session, from, "output", output), await slotAt(session, to, "input", input)];
   await mouse.move(...start);
+  await session.frames();
   await mouse.down();
+  await session.frames();
   await mouse.move((start[0] + end[0]) / 2, (start[1] + end[1]) / 2, { steps: 5 });
   await mouse.move(...end, { steps: 5 });
+  await session.frames();
   await mouse.up();
   await session.frames();
 }
@@ -108,11 +117,11 @@ async function build(session) {
   return {
     ended: run.ended,
     detail: run.detail,
-    links: await page.evaluate(() => [...window.app.graph.links.values()].map((l) => [l.origin_id, l.target_id])),
+    links: await page.evaluate(() => [...window.app.graph.links.values()].map((l) => [Number(l.origin_id), Number(l.target_id)])),
     wanted: [
       [model, blocks],
       [blocks, report],
-    ],
+    ].map((link) => link.map(Number)),
     report: await page.locator(".h3bw-report").allTextContents(),
   };
 }
