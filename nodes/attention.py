@@ -304,7 +304,7 @@ class AttentionBackend(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="H3BW_AttentionBackend",
-            display_name="H3 Attention Backend",
+            display_name="H3 Attention Backend (Sage, Flash)",
             category="H3 Blackwell/model",
             description=(
                 "Chooses the attention backend. auto times the exact ones (full softmax attention with fp32 "

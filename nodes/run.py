@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import comfy.patcher_extension
 import torch
 
+from . import status
+
 RUN = "h3bw_run"  # transformer_options[RUN]: the Run of this model
 DIT = "h3bw_dit"  # transformer_options[DIT]: the MiniMaxH3Model whose forward is running
 FORWARD = (
@@ -36,6 +38,7 @@ class Run:
 
     Attributes:
         settings: what each of our nodes was set to, in the order of the graph.
+        nodes: the id in the graph of the node that each entry of ``settings`` comes from, where there is a graph.
         state: ``"not started"``, ``"running"``, ``"finished"``, or ``"interrupted"`` (an exception or a cancel).
         steps: model evaluations so far (two a sampling step where a guider asks for a negative too).
         seconds: wall time of the run, host clock, sampling only.
@@ -53,6 +56,7 @@ class Run:
     """
 
     settings: dict[str, dict] = field(default_factory=dict)
+    nodes: dict[str, str] = field(default_factory=dict)
     state: str = "not started"
     steps: int = 0
     seconds: float = 0.0
@@ -73,20 +77,30 @@ class Run:
     _extremes: torch.Tensor | None = field(default=None, repr=False)
     _of_patchers: weakref.WeakKeyDictionary = field(default_factory=weakref.WeakKeyDictionary, repr=False)
     _last: Run | None = field(default=None, repr=False)
+    _started: float | None = field(default=None, repr=False)
+    _channel: status.Channel | None = field(default=None, repr=False)
 
     def of(self, patcher) -> Run:
         """The run of one patcher: clones made by later nodes share ours, but each sampled one has its own record."""
-        return self._of_patchers.setdefault(patcher, Run(settings=self.settings))
+        return self._of_patchers.setdefault(patcher, Run(settings=self.settings, nodes=self.nodes))
 
     def begin(self, device: torch.device, blocks: int) -> None:
         """Forget the last run and take what this one needs on the device (outside of any forward)."""
-        self.__dict__.update(Run(settings=self.settings).__dict__)
+        self.__dict__.update(Run(settings=self.settings, nodes=self.nodes).__dict__)
         self.state, self.blocks, self.device = "running", blocks, str(device)
         self._started = time.perf_counter()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         self._flags = torch.zeros(blocks, dtype=torch.int32, device=device)
         self._extremes = torch.zeros(2, blocks, dtype=torch.bfloat16, device=device)
+        self._channel = status.open_channel(device)
+        if self._channel is not None:
+            self._channel.tell(self)
+
+    def elapsed(self) -> float:
+        """Seconds of the run so far, or of the whole run once it has ended."""
+        running = self.state == "running" and self._started is not None
+        return time.perf_counter() - self._started if running else self.seconds
 
     def attended(self, plan) -> None:
         """Count a call that ran by ``plan`` (:class:`kernels.attention.Plan`); cheap, on every call."""
@@ -116,7 +130,12 @@ class Run:
                 kept.copy_(value)
 
     def stepped(self) -> None:
-        """After a forward: mark the blocks whose output was not finite in it, where none was before."""
+        """A model evaluation has been issued: tell the browser, now and then, and look over the blocks' outputs.
+
+        A block is marked whose output was not finite in this evaluation, where none was before.
+        """
+        if self._channel is not None:
+            self._channel.tell_sometimes(self)
         flags, extremes = self._flags, self._extremes
         if flags is None or extremes is None:
             return
@@ -135,6 +154,9 @@ class Run:
         if flags is not None and flags.device.type == "cuda":
             self.peak_bytes = torch.cuda.max_memory_allocated(flags.device)
         log.info("H3 Blackwell: %s", self.headline())
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            channel.tell(self)
 
     def headline(self) -> str:
         """One line: ``fused 47/50 blocks; 3 fell back: <reason>; attention sdpa x 150``."""
@@ -226,7 +248,13 @@ def attach(patcher, name: str, settings: dict) -> Run:
     """Give a fresh clone a run of its own that remembers the settings of our nodes so far, and install the wrappers."""
     before = patcher.model_options.get("transformer_options", {}).get(RUN)
     options = patcher.model_options.setdefault("transformer_options", {})
-    run = Run(settings={**(before.settings if before else {}), name: settings})
+    run = Run(
+        settings={**(before.settings if before else {}), name: settings},
+        nodes=dict(before.nodes) if before else {},
+    )
+    _, node = status.executing()
+    if node is not None:
+        run.nodes[name] = node
     options[RUN] = run
     table = options.setdefault("wrappers", {})
     kinds = comfy.patcher_extension.WrappersMP

@@ -51,6 +51,9 @@ EXTRA_HEIGHT = {
     "H3BW_RuntimeReport": 300,
     "H3BW_QuantizeCheckpoint": 620,
     "H3BW_Warmup": 220,
+    # The lines of the status, once it ran.
+    **dict.fromkeys(("H3BW_FuseBlocks", "H3BW_AttentionBackend", "H3BW_LoraSideBranch", "H3BW_Calibrate"), 110),
+    "H3BW_LoadNVFP4": 150,
     **{name: height for name, (_, height) in SIZES.items()},
 }
 BLUE, GREEN, PURPLE, GREY = "#3f789e", "#88aa88", "#a1309b", "#999999"

@@ -100,3 +100,28 @@ installed.
 
 Without a browser: `comfy run --workflow workflows/api/bench_roofline.json --wait`.
 """
+
+FIRST_PROOF_NOTE = """# From nothing to a proof on your GPU
+
+Press **Run** once. No weights, no download; a minute or two on a GPU that this pack has not seen yet, because its \
+kernels are compiled and certified first.
+
+| | what you see |
+|---|---|
+| **1. Environment** | your GPU, versions, which kernels and attention backends run here, and why others do not |
+| **2. Self-test** | a tiny MiniMax H3 sampled by stock ComfyUI and by this pack, same noise: equal, bit for bit? |
+| **3. Kernels** | every fused op against ComfyUI's own chain, on 4,096 rows |
+| **4. Attention** | every backend that runs here: time, error, memory, and what `auto` takes |
+| **5. Parity** | from single kernels to whole sampling runs: passed, failed or skipped, with the reason |
+
+**How to read it.** `passed` and `PASSED` are what you want; a *skipped* rung says what is missing here and proves \
+nothing; a *failed* one names the first difference: please report it with the JSON. Numbers of 4,096 rows are a first \
+look; the workflows *bench_kernels* and *bench_attention* measure H3's real size.
+
+The panel **H3 Blackwell** in the sidebar shows what runs while it runs. All records are JSON files in \
+`output/h3bw/first_proof_*`; they hold no path, no host name and no serial number.
+
+**On a CPU** the references run on a few rows, nothing is fused, and the tables say that they are no measurement.
+
+Without a browser: `comfy run --workflow workflows/api/first_proof.json --wait`.
+"""

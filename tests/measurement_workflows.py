@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from measurement_notes import BLOCK_NOTE, LADDER_NOTE, ROOFLINE_NOTE, STEP_NOTE
+from measurement_notes import BLOCK_NOTE, FIRST_PROOF_NOTE, LADDER_NOTE, ROOFLINE_NOTE, STEP_NOTE
 from workflow_notes import BENCH_ATTENTION_NOTE, BENCH_NOTE
 
-GREY, PURPLE = "#999999", "#a1309b"
+GREY, GREEN, PURPLE = "#999999", "#88aa88", "#a1309b"
 # Width of a node, and room for the table and the picture that it shows, in pixels.
 SIZES = {
     "H3BW_BenchKernels": (900, 900),
@@ -20,6 +20,7 @@ SIZES = {
     "H3BW_BenchStep": (1100, 900),
     "H3BW_BenchBlock": (1000, 700),
     "H3BW_Roofline": (900, 900),
+    "H3BW_Environment": (800, 700),
 }
 
 
@@ -52,7 +53,63 @@ def on_the_selftest(class_type: str, note: str, **inputs: Any) -> Callable:
     return fill
 
 
+def first_proof(graph, group):
+    """From nothing to a proof in one queue: what there is, the self-test, kernels, attention, parity."""
+    environment = graph.add("H3BW_Environment")
+    tiny = graph.add("H3BW_SelfTestModel", adaln="pruned", width=64, height=64, length=22, seed=0, reference="none")
+    switches = dict.fromkeys(("modulate", "swiglu", "attention_output", "elementwise"), True)
+    fused = graph.add(
+        "H3BW_FuseBlocks", model=tiny["MODEL"], mode="exact", **switches, scale_backend="vortex", emulate="off"
+    )
+    noise = graph.add("RandomNoise", noise_seed=42)
+    sampler = graph.add("KSamplerSelect", sampler_name="res_multistep")
+    sigmas = graph.add("BasicScheduler", model=tiny["MODEL"], scheduler="simple", steps=4, denoise=1.0)
+
+    def sample(title, model):
+        guider = graph.add("BasicGuider", f"Guider {title}", model=model, conditioning=tiny["positive"])
+        latent = graph.add(
+            "SamplerCustomAdvanced", f"Sample {title}", noise=noise["NOISE"], guider=guider["GUIDER"],
+            sampler=sampler["SAMPLER"], sigmas=sigmas["SIGMAS"], latent_image=tiny["LATENT"],
+        )  # fmt: skip
+        return guider, latent
+
+    stock, ours = sample("stock", tiny["MODEL"]), sample("fused", fused["MODEL"])
+    prefix = f"h3bw/{graph.name}"
+    report = graph.add(
+        "H3BW_RuntimeReport", "2. Certified, fused, equal?", model=fused["MODEL"], latent=ours[1]["output"],
+        reference=stock[1]["output"], on_difference="report", filename_prefix=f"{prefix}_selftest",
+    )  # fmt: skip
+    kernels = graph.add(
+        "H3BW_BenchKernels", "3. Kernels", rows=4096, ops="all", rounds=10, filename_prefix=f"{prefix}_kernels"
+    )
+    attention = graph.add(
+        "H3BW_BenchAttention", "4. Attention", rows=4096, backend="all", rounds=10,
+        filename_prefix=f"{prefix}_attention",
+    )  # fmt: skip
+    ladder = graph.add(
+        "H3BW_ParityLadder", "5. Parity", model=tiny["MODEL"], width=64, height=64, length=22,
+        filename_prefix=f"{prefix}_parity",
+    )  # fmt: skip
+    environment.title = "1. What is here"
+    note = graph.explain(FIRST_PROOF_NOTE)
+    graph.lay_out(
+        [group("Read me", [[note]], GREY), group("1. Environment", [[environment]], PURPLE)],
+        [
+            group(
+                "2. Self-test: the tiny H3, stock and fused",
+                [[tiny, fused], [noise, sampler, sigmas], [*stock, *ours]],
+                GREEN,
+            ),
+            group("2. Certified, fused, equal?", [[report]], PURPLE),
+        ],
+        [group("3. Kernels", [[kernels]], PURPLE), group("4. Attention", [[attention]], PURPLE)],
+        [group("5. Parity, rung by rung", [[ladder]], PURPLE)],
+    )
+    return graph
+
+
 MEASUREMENTS = {
+    "first_proof": first_proof,
     "bench_kernels": alone("H3BW_BenchKernels", BENCH_NOTE, ops="all"),
     "bench_attention": alone("H3BW_BenchAttention", BENCH_ATTENTION_NOTE, backend="all"),
     "bench_block": alone("H3BW_BenchBlock", BLOCK_NOTE),

@@ -30,7 +30,8 @@ BENCHES = [name for name in NAMES if name.startswith("bench_")]
 CONVERSIONS = [name for name in NAMES if name.startswith("quantize_")]
 LADDERS = [name for name in NAMES if name.startswith("parity_")]
 DEPLOYMENTS = [name for name in NAMES if name.startswith("deployment_")]
-REAL = [name for name in NAMES if name not in SELFTESTS + BENCHES + CONVERSIONS + LADDERS + DEPLOYMENTS]
+FIRST = "first_proof"
+REAL = [name for name in NAMES if name not in [*SELFTESTS, *BENCHES, *CONVERSIONS, *LADDERS, *DEPLOYMENTS, FIRST]]
 UI_FORMAT_OF = "0.30."  # the ComfyUI whose saved form of the core nodes the files have
 UI_ONLY = {"MarkdownNote"}
 FILE_INPUTS = {  # inputs that name a file, and the folder below the base directory where it is looked for
@@ -355,6 +356,19 @@ def test_ladder_runs(name, server, comfy_cli):
     assert {gate["name"][0] for gate in record["gates"]} == set("01234567")
     (picture,) = output["images"]
     assert (server.base / "output" / picture["subfolder"] / picture["filename"]).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_first_proof_runs(server, comfy_cli):
+    """The very file: all five parts in one queue, equal latents, no rung failed."""
+    events = comfy_cli(WORKFLOWS / "api" / f"{FIRST}.json", "--wait")
+    assert events[-1]["ok"] is True
+    outputs = server.history(events[-1]["data"]["prompt_id"])["outputs"]
+    found = {api_file(FIRST)[key]["class_type"]: output for key, output in outputs.items()}
+    assert "Fused kernels on cpu" in found["H3BW_Environment"]["text"][0]
+    assert "passed: latents equal, bit for bit" in found["H3BW_RuntimeReport"]["text"][0]
+    assert " passed, 0 failed, " in found["H3BW_ParityLadder"]["text"][0]
+    for name in ("H3BW_BenchKernels", "H3BW_BenchAttention"):
+        assert "not a measurement" in found[name]["text"][0]
 
 
 @pytest.mark.parametrize("form", ["api", "ui"])
