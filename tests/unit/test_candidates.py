@@ -1,4 +1,4 @@
-"""Candidates under research/candidates: loadable, compiled for the GPU they are meant for, and right when interpreted."""
+"""Candidates under research/candidates: loadable, compiled for every target, and right when interpreted."""
 
 import json
 import os
