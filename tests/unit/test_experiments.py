@@ -267,11 +267,17 @@ def steps_around_too(monkeypatch):
     return len(pack_module("kernels.checkpoint.scales")._STEPS) > 1
 
 
+def rows_take_the_small_tile(monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    return dataclasses.astuple(pack_module("kernels.fused._swiglu_triton").QUANTISE) != (4, 512, 2)
+
+
 def rows_keep_halves_apart(monkeypatch):
     return "quantise_halves" not in (PACK_ROOT / "kernels" / "fused" / "_swiglu_triton.py").read_text(encoding="utf-8")
 
 
 OFF = {
+    "rows-backwards": rows_take_the_small_tile,
     "rows-halves-in-one-thread": rows_keep_halves_apart,
     "attention-sage1-4096": never_unasked("sage1"),
     "attention-sage1-any-length": sage1_refuses_ragged_keys,
