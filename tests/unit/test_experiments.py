@@ -274,7 +274,18 @@ def only_its_node_attaches_a_lora(monkeypatch) -> bool:
     return attaching == {"lora.py", "calibrate.py"}
 
 
+def rows_take_the_small_tile(monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed here")
+    return dataclasses.astuple(pack_module("kernels.fused._swiglu_triton").QUANTISE) != (4, 512, 2)
+
+
+def rows_keep_halves_apart(monkeypatch):
+    return "quantise_halves" not in (PACK_ROOT / "kernels" / "fused" / "_swiglu_triton.py").read_text(encoding="utf-8")
+
+
 OFF = {
+    "rows-backwards": rows_take_the_small_tile,
+    "rows-halves-in-one-thread": rows_keep_halves_apart,
     "attention-sage1-4096": never_unasked("sage1"),
     "attention-sage1-any-length": sage1_refuses_ragged_keys,
     "four-or-six-scales": steps_around_too,
