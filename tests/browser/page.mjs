@@ -25,6 +25,7 @@ const QUIET = {
   "Comfy.Workflow.WarnBlueprintOverwrite": false,
   "Comfy.Workflow.ShowMissingModelsWarning": false,
   "Comfy.Minimap.Visible": false,
+  "LiteGraph.Canvas.MinFontSizeForLOD": 0,
 };
 
 /** Whether a line of the page's console or a failed request is about this pack. */
@@ -116,7 +117,7 @@ export class Session {
   async fit(ids) {
     await this.page.evaluate((wanted) => {
       const { canvas, graph } = window.app;
-      const nodes = graph.nodes.filter((node) => !wanted || wanted.includes(node.id));
+      const nodes = graph.nodes.filter((node) => !wanted || wanted.some((id) => String(id) === String(node.id)));
       const bar = 30;
       const left = Math.min(...nodes.map((node) => node.pos[0]));
       const top = Math.min(...nodes.map((node) => node.pos[1])) - bar;

@@ -164,6 +164,9 @@ async function run(session) {
     states: await page.evaluate(() => window.h3bwStates),
     panel,
     onNodes,
+    labels: await page.evaluate(() =>
+      Object.fromEntries(window.app.graph.nodes.map((node) => [node.type, node.widgets?.map((w) => w.label ?? w.name)])),
+    ),
     overflow: await page.evaluate(() => {
       const panel = document.querySelector(".h3bw-panel");
       return panel.scrollWidth - panel.clientWidth;
@@ -244,6 +247,47 @@ async function quiet(session) {
   return { ended: queued.ended, onNodes: await page.locator(".h3bw-text").allTextContents() };
 }
 
+/** A workflow is opened from the template browser; every one of ours has a picture there that loads. */
+async function templates(session) {
+  const { page, options } = session;
+  await session.load(EMPTY);
+  await page.evaluate(() => window.app.extensionManager.command.execute("Comfy.BrowseTemplates"));
+  await page.getByText(options.pack, { exact: true }).first().click();
+  const pictures = {};
+  for (const name of options.names) {
+    const card = page.getByTestId(`template-workflow-${name}`);
+    await card.scrollIntoViewIfNeeded();
+    await card.locator("img").first().evaluate((image) => image.decode());
+    pictures[name] = await card.locator("img").first().evaluate((image) => [image.src, image.naturalWidth]);
+  }
+  await session.photograph("templates");
+  await page.getByTestId(`template-workflow-${options.opened}`).click();
+  await page.waitForFunction((kind) => window.app.graph.nodes.some((node) => node.type === kind), options.kind);
+  await session.frames();
+  return { pictures, nodes: await page.evaluate(() => window.app.graph.nodes.map((node) => node.type)) };
+}
+
+/** The info button of a selected node opens its docs. */
+async function help(session) {
+  const { page, options } = session;
+  await session.load(options.workflow);
+  await page.evaluate((kind) => {
+    const { canvas, graph } = window.app;
+    const node = graph.nodes.find((found) => found.type === kind);
+    canvas.deselectAll();
+    canvas.selectNode(node);
+    canvas.centerOnNode(node);
+  }, options.kind);
+  await session.frames(10);
+  await page.getByTestId("info-button").click();
+  const content = page.locator(".node-help-content");
+  await content.locator("table").first().waitFor();
+  const image = content.locator("img").first();
+  await image.evaluate((found) => found.decode());
+  await session.photograph(`help-${options.settings["Comfy.Locale"]}`);
+  return { text: await content.innerText(), picture: await image.evaluate((found) => found.naturalWidth) };
+}
+
 /** Our own complaint is seen: the other tests' empty lists mean something. */
 async function complains(session) {
   await session.page.evaluate(() => console.error("H3 Blackwell: a test of the watch"));
@@ -252,7 +296,7 @@ async function complains(session) {
   return {};
 }
 
-const SCENARIOS = { search, build, run, open, hostile, foreign, quiet, complains };
+const SCENARIOS = { search, build, run, open, hostile, foreign, quiet, templates, help, complains };
 
 const options = JSON.parse(process.argv[2]);
 const session = await Session.open(options);

@@ -1,8 +1,8 @@
 """The page itself: chromium on a real ComfyUI, driven by scenarios.mjs, with the frontend that ComfyUI pins.
 
 Where a second frontend is named by H3BW_FRONTEND (the folder `static` of a newer comfyui_frontend_package), every test
-runs with that one too. H3BW_PICTURES names a folder that gets the screenshots. Chromium is looked for on the PATH or
-under H3BW_CHROMIUM, playwright-core (npm) below H3BW_PLAYWRIGHT; without them, or without node, the tests are skipped.
+runs with that one too. H3BW_PICTURES names a folder that gets the screenshots. Without node, chromium or
+playwright-core (browser_tools.py says where they are looked for) the tests are skipped.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 import subprocess
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import browser_tools
+import make_locales
 import make_workflows
 import pytest
-from comfy_server import PACK_ROOT, ComfyServer, clean_environment, make_base_directory
+from comfy_server import PACK_FOLDER, PACK_ROOT, ComfyServer, clean_environment, make_base_directory
 from conftest import comfyui_folder
 
 HERE = Path(__file__).resolve().parent
@@ -32,17 +33,10 @@ NAMES = json.loads((PACK_ROOT / "node_list.json").read_text("utf-8"))
 
 def tools() -> dict[str, str]:
     """Where node, chromium and playwright-core are; skips the tests where one is missing."""
-    node = shutil.which("node")
-    named = os.environ.get("H3BW_CHROMIUM")
-    chromium = named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    playwright = Path(os.environ.get("H3BW_PLAYWRIGHT") or PACK_ROOT)
-    if node is None:
-        pytest.skip("browser: node is not installed")
-    if chromium is None:
-        pytest.skip("browser: chromium is not installed (apt-get install chromium), nor named by H3BW_CHROMIUM")
-    if not (playwright / "node_modules" / "playwright-core").is_dir():
-        pytest.skip("browser: H3BW_PLAYWRIGHT names no folder with node_modules/playwright-core (npm install it)")
-    return {"node": node, "chromium": chromium, "playwright": str(playwright)}
+    try:
+        return browser_tools.find()
+    except browser_tools.NotThere as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="module", params=["pinned", "newer"])
@@ -214,6 +208,36 @@ def test_a_workflow_of_an_older_version_opens_with_its_values(page):
         assert widgets["backend.allow_approximate"] is False and widgets["backend.max_error"] == 0.02
     for number in ids(older, "H3BW_RuntimeReport"):
         assert list(result["widgets"][number].values())[:2] == values[int(number)]
+
+
+def test_templates_have_pictures_and_open(page):
+    names = sorted(path.stem for path in (PACK_ROOT / "workflows").glob("*.json"))
+    result = page("templates", pack=PACK_FOLDER, names=names, opened="first_proof", kind="H3BW_Environment")
+    assert {name: found[1] for name, found in result["pictures"].items()} == dict.fromkeys(names, 640)
+    assert all(found[0].endswith(f"/{PACK_FOLDER}/{name}.jpg") for name, found in result["pictures"].items())
+    wanted = json.loads((PACK_ROOT / "workflows" / "first_proof.json").read_text("utf-8"))["nodes"]
+    assert sorted(result["nodes"]) == sorted(node["type"] for node in wanted)
+
+
+@pytest.mark.parametrize(("language", "heading"), [("en", "When to use it"), ("zh", "何时使用")])
+def test_docs_open_from_the_node(page, graph, language, heading):
+    result = page("help", workflow=graph, kind="H3BW_FuseBlocks", settings={"Comfy.Locale": language})
+    definition = make_locales.read(language, "nodeDefs")["H3BW_FuseBlocks"]
+    assert heading in result["text"] and definition["description"] in result["text"]
+    assert result["picture"] > 400
+
+
+def test_the_page_speaks_chinese(page, graph):
+    settings = {"Comfy.Locale": "zh", "Comfy.VueNodes.Enabled": True}
+    result = page("run", workflow=seeded(graph, "zh"), picture="run-zh", settings=settings)
+    texts = make_locales.read("zh", "main")["h3bw"]
+    assert result["idle"]["state"] == texts["nothing_ran"] and result["panel"]["state"] == texts["state_finished"]
+    assert result["panel"]["sections"][texts["section_fused"]][0] == f"{texts['fused_blocks']} | 0/3"
+    (fused,) = ids(graph, "H3BW_FuseBlocks")
+    assert f"{texts['mode']}: exact" in result["onNodes"][fused][0]
+    names = make_locales.read("zh", "nodeDefs")
+    assert result["labels"]["H3BW_FuseBlocks"][0] == names["H3BW_FuseBlocks"]["inputs"]["mode"]["name"]
+    assert result["labels"]["H3BW_AttentionBackend"][0] == names["H3BW_AttentionBackend"]["inputs"]["backend"]["name"]
 
 
 def test_names_with_html_are_text(page, graph):
