@@ -1,12 +1,7 @@
 """One experiment on a fused op: a baseline and a candidate, isolated, checked, timed, recorded, entered.
 
     python tests/experiment.py --op rows_nvfp4 --candidate research/candidates/_rows_backwards_triton.py \\
-<<<<<<< HEAD
-        --device cuda:0 \\
-        --out research/records/NAME.json --registry research/experiments.json --id ID [--commit HASH]
-=======
         --device cuda:0 --out research/records/NAME.json --registry research/experiments.json --id ID [--commit HASH]
->>>>>>> registry
 
 Each side runs its short cases (at least 13) and its checksum at H3's shape in a fresh process of its own, and the short
 cases once more under compute-sanitizer's memcheck where that is installed, with torch's memory cache off. When all that

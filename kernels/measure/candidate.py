@@ -169,12 +169,8 @@ def check(
 
     Returns:
         ``refused`` (why it does not run on the device, or None), ``cases`` (name, outcome ``passed``, ``failed``,
-<<<<<<< HEAD
-        ``raised`` or ``left out``, reason, sha256 of the result) up to the first that raises, ``checksums`` by group.
-=======
         ``raised`` or ``left out``, reason, sha256 of the result) up to the first that raises, ``checksums`` by group,
         and ``failure``, why there is none.
->>>>>>> registry
     """
     refused = implementation.refuse(device)
     found = {"implementation": implementation.name, "refused": refused, "cases": [], "checksums": {}, "failure": None}

@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Candidates under research/candidates: they load, compile for their GPU, and are right when interpreted."""
-=======
 """Candidates under research/candidates: loadable, compiled for every target, and right when interpreted."""
->>>>>>> registry
 
 import json
 import os
