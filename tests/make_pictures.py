@@ -30,6 +30,7 @@ WORKFLOWS, DOCS = PACK_ROOT / "workflows", PACK_ROOT / "web" / "docs"
 THUMBNAIL = (640, 400)
 THUMBNAIL_BYTES, PICTURE_BYTES = 60_000, 40_000
 VIEW = {"width": 1600, "height": 1000}
+ROOM = (1500, 1100)  # of the graph, around a node
 RUN = ("first_proof", "selftest_t2va", "selftest_fl2va")  # queued first, so that the picture shows what comes out
 MODEL_FOLDERS = ("diffusion_models", "text_encoders", "vae", "loras")
 
@@ -69,12 +70,20 @@ def stand_ins(base: Path, graphs: dict[str, Any]) -> None:
 
 
 def around(graph: dict[str, Any], kind: str) -> list[int] | None:
-    """The first node of a kind and what it is linked with; None where there is none."""
+    """The first node of a kind and its neighbours, as far as they fit into :data:`ROOM`; None where there is none."""
+    nodes = {node["id"]: node for node in graph["nodes"]}
     number = next((node["id"] for node in graph["nodes"] if node["type"] == kind), None)
     if number is None:
         return None
-    linked = {end for link in graph["links"] if number in (link[1], link[3]) for end in (link[1], link[3])}
-    return sorted({number, *linked})
+    linked = {end for link in graph["links"] if number in (link[1], link[3]) for end in (link[1], link[3])} - {number}
+    x, y = nodes[number]["pos"]
+    shown = [number]
+    for other in sorted(linked, key=lambda at: abs(nodes[at]["pos"][0] - x) + abs(nodes[at]["pos"][1] - y)):
+        corners = [(node["pos"], node["size"]) for node in (nodes[at] for at in (*shown, other))]
+        room = [max(pos[k] + size[k] for pos, size in corners) - min(pos[k] for pos, _ in corners) for k in (0, 1)]
+        if room[0] <= ROOM[0] and room[1] <= ROOM[1]:
+            shown.append(other)
+    return sorted(shown)
 
 
 def wanted(names: list[str], graphs: dict[str, Any], nodes: list[str]) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ const SETTINGS = {
   H3BW_Calibrate: "Calibrate",
 };
 
+const TABLES = /^H3BW_(Bench|Parity|Roofline)/; // their lines are columns and must not wrap
+
 const typeOf = (node) => node?.comfyClass ?? node?.type ?? "";
 
 export const isOurs = (node) => typeOf(node).startsWith(PREFIX);
@@ -46,7 +48,7 @@ function write(node, kind, content) {
 
 function add(node, name, kind) {
   const element = document.createElement("div");
-  element.className = `h3bw-text h3bw-${kind}`;
+  element.className = `h3bw-text h3bw-${kind}${TABLES.test(typeOf(node)) ? " h3bw-table" : ""}`;
   element.dataset.captureWheel = "true"; // for Vue nodes: the wheel scrolls the text, not the canvas
   element.tabIndex = 0;
   for (const event of ["pointerdown", "wheel"]) element.addEventListener(event, (happened) => happened.stopPropagation());

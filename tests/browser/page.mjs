@@ -113,9 +113,9 @@ export class Session {
     }, count);
   }
 
-  /** Zooms so that the whole graph, or the boxes given, fill the canvas. */
+  /** Zooms so that the whole graph, or the nodes given, fill the canvas; returns where they are on the screen. */
   async fit(ids) {
-    await this.page.evaluate((wanted) => {
+    const place = await this.page.evaluate((wanted) => {
       const { canvas, graph } = window.app;
       const nodes = graph.nodes.filter((node) => !wanted || wanted.some((id) => String(id) === String(node.id)));
       const bar = 30;
@@ -130,8 +130,12 @@ export class Session {
       canvas.ds.offset[0] = width / scale / 2 - (left + right) / 2;
       canvas.ds.offset[1] = height / scale / 2 - (top + bottom) / 2;
       canvas.setDirty(true, true);
+      const box = canvas.canvas.getBoundingClientRect();
+      const [x, y] = canvas.ds.convertOffsetToCanvas([left, top]);
+      return { x: box.left + x, y: box.top + y, width: (right - left) * scale, height: (bottom - top) * scale };
     }, ids);
     await this.frames(8);
+    return place;
   }
 
   /** Queues the graph and waits for the end of that run; returns how it ended and the events of ours on the way. */

@@ -5,6 +5,7 @@ import { join } from "node:path";
 
 import { Session } from "./page.mjs";
 
+const EDGE = 24; // pixels
 const BARE = `
   body > *:not(#vue-app):not(canvas) { display: none !important; }
   .graph-canvas-panel, .side-toolbar-container, .workflow-tabs-container, .minimap-main-container { display: none !important; }
@@ -29,10 +30,12 @@ try {
       }
       open = workflow;
     }
-    await session.fit(ids ?? undefined);
+    const place = await session.fit(ids ?? undefined);
     await page.mouse.move(3, 3);
     await session.frames(10);
-    await page.screenshot({ path: join(options.folder, path) });
+    // A node's picture ends where its neighbours do; a workflow's has the shape of a card.
+    const clip = { x: place.x - EDGE, y: place.y - EDGE, width: place.width + 2 * EDGE, height: place.height + 2 * EDGE };
+    await page.screenshot({ path: join(options.folder, path), ...(ids ? { clip } : {}) });
   }
 } finally {
   await session.close();
