@@ -4,7 +4,8 @@
 
 **A prediction is not a measurement.** What goes in is of unequal worth:
 
-* peaks and bandwidths: the vendors' dense figures, entered by hand and not checked against the sheets here;
+* peaks and bandwidths: the vendors' dense figures, entered by hand. 1,792 GB/s of the 5090 and the PRO 6000, and 4,000
+  sparse FP4 TOPS of the latter (half of it dense), agree with public reports; the sheets themselves were not at hand;
 * ``SHARE``: an assumption for GEMMs and chains alike, near what H200 GEMMs reached; no chain was fitted to it;
 * attention's shares: as :class:`Device` says; they are guesses for every GPU but the H200 and GB10;
 * bytes: the dynamic chains' are counted or measured ones of the format's notes, those of gates, attention rows and the
