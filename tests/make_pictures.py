@@ -114,7 +114,7 @@ def thumbnail(picture: Image.Image) -> bytes:
 
 def docs_picture(picture: Image.Image) -> bytes:
     """A PNG with few colours, as large as its limit allows."""
-    for width, colours in ((960, 64), (800, 64), (720, 48), (640, 32), (560, 24)):
+    for width, colours in ((960, 64), (800, 64), (720, 48), (640, 32), (560, 24), (480, 16), (400, 16)):
         small = picture.convert("RGB").resize(
             (width, width * picture.height // picture.width), Image.Resampling.LANCZOS
         )
