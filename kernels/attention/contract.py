@@ -9,10 +9,8 @@ import torch
 
 AUTO = "auto"
 LAYOUTS = ("auto", "strided_nhd", "native", "contiguous")
-HND, NHD = "HND", "NHD"  # order of the axes after the batch: heads, rows, head_dim, or rows first
-
-
 LONGEST_NAME = 60  # characters of what was asked for, in an error
+HND, NHD = "HND", "NHD"  # order of the axes after the batch: heads, rows, head_dim, or rows first
 
 
 class AttentionRefused(RuntimeError):
