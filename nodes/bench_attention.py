@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import comfy.model_management
@@ -113,10 +112,7 @@ class BenchAttention(io.ComfyNode):
         path, saved = output.place(filename_prefix, "json")
         seq = LENGTHS[lengths] or (rows,)
         found = run(comfy.model_management.get_torch_device(), seq, heads, backend, rounds, out_path=path)
-        picture = os.path.splitext(path)[0] + ".png"
-        missing = attention_report.plot(found.lines, found.record, picture)
-        text = found.text if missing is None else f"{found.text}\n{missing}"
-        shown = {"text": (text,), "h3bw_record": [saved]}
-        if missing is None:
-            shown["images"] = [{**saved, "filename": os.path.basename(picture)}]
+        text, shown = output.with_picture(
+            found.text, path, saved, lambda picture: attention_report.plot(found.lines, found.record, picture)
+        )
         return io.NodeOutput(text, ui=shown)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -307,10 +306,7 @@ class BenchBlock(io.ComfyNode):
     def execute(cls, rows, block, rounds, filename_prefix, model=None) -> io.NodeOutput:
         path, saved = output.place(filename_prefix, "json")
         found = run(None, rows, rounds, out_path=path, model=model, block=block if model is not None else 0)
-        picture = os.path.splitext(path)[0] + ".png"
-        missing = step_report.plot(found.lines, found.record, picture)
-        text = found.text if missing is None else f"{found.text}\n{missing}"
-        shown = {"text": (text,), "h3bw_record": [saved]}
-        if missing is None:
-            shown["images"] = [{**saved, "filename": os.path.basename(picture)}]
+        text, shown = output.with_picture(
+            found.text, path, saved, lambda picture: step_report.plot(found.lines, found.record, picture)
+        )
         return io.NodeOutput(text, ui=shown)

@@ -9,7 +9,6 @@ Without a MODEL a full-size H3 with random weights is drawn on the GPU. A script
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from dataclasses import dataclass
 
@@ -398,10 +397,7 @@ class BenchStep(io.ComfyNode):
             None, SIZES[size], names, steps, path, model=model, rounds=rounds, tau=tau,
             progress=lambda done, total: bar.update_absolute(done, total),
         )  # fmt: skip
-        picture = os.path.splitext(path)[0] + ".png"
-        missing = step_report.plot(found.lines, found.record, picture)
-        text = found.text if missing is None else f"{found.text}\n{missing}"
-        shown = {"text": (text,), "h3bw_record": [saved]}
-        if missing is None:
-            shown["images"] = [{**saved, "filename": os.path.basename(picture)}]
+        text, shown = output.with_picture(
+            found.text, path, saved, lambda picture: step_report.plot(found.lines, found.record, picture)
+        )
         return io.NodeOutput(text, ui=shown)

@@ -268,7 +268,7 @@ class SaveCalibration(io.ComfyNode):
             "layers": {name: dataclasses.asdict(choice) for name, choice in choices.items()},
         }
         path, saved = output.place(REPORT, "json")
-        with output.writing(path), open(path, "x", encoding="utf-8") as out:
+        with output.writing(path) as temporary, open(temporary, "x", encoding="utf-8") as out:
             json.dump(finite(report), out, indent=2, allow_nan=False)
         return io.NodeOutput(text, ui={"text": (text,), "h3bw_calibration": [saved]})
 

@@ -213,8 +213,8 @@ def save(video, filename_prefix: str) -> tuple[str, dict]:
     """Write the clip as mp4 under the output folder; returns its path and the UI's preview entry."""
     width, height = video.get_dimensions()
     path, saved = output.place(filename_prefix, "mp4", width, height)
-    with output.writing(path):
-        video.save_to(path, format=Types.VideoContainer.MP4, codec=Types.VideoCodec.H264)
+    with output.writing(path) as temporary:
+        video.save_to(temporary, format=Types.VideoContainer.MP4, codec=Types.VideoCodec.H264)
     result = ui.SavedResult(saved["filename"], saved["subfolder"], io.FolderType.output)
     return path, ui.PreviewVideo([result]).as_dict()
 

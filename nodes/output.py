@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
-from collections.abc import Iterator
+import secrets
+from collections.abc import Callable, Iterator
 
 import folder_paths
 
@@ -42,23 +44,53 @@ def folder(name: str) -> str:
 
 
 @contextlib.contextmanager
-def writing(path: str) -> Iterator[None]:
-    """While open, the new file ``path`` is written.
+def writing(path: str) -> Iterator[str]:
+    """Gives a temporary name beside the new file ``path``; what is written there is moved to it, whole, at the end.
 
-    An exception or a cancel leaves nothing of it, and an OSError becomes a ValueError that names the file, not its
-    folder.
+    An exception or a cancel leaves nothing, a killed process leaves nothing under the final name, and a file that is
+    there by then stays. An OSError becomes a ValueError that names the file, not its folder. Where nothing was written
+    nothing is moved.
     """
-    keep = False
+    temporary = os.path.join(os.path.dirname(path), f".{secrets.token_hex(6)}{os.path.splitext(path)[1]}")
     try:
-        yield
-        keep = True
+        yield temporary
+        if os.path.lexists(path):
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        if os.path.lexists(temporary):
+            os.replace(temporary, path)
     except OSError as error:
-        keep = isinstance(error, FileExistsError)  # then it is somebody else's
         raise ValueError(f"{os.path.basename(path)} cannot be written: {error.strerror or error}") from error
     finally:
-        if not keep:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+
+
+def with_picture(text: str, path: str, saved: dict, draw: Callable[[str], str | None]) -> tuple[str, dict]:
+    """Draw the picture of a measurement beside its record.
+
+    Args:
+        text: of the measurement.
+        path, saved: of its record, from :func:`place`.
+        draw: writes a PNG under a name, or says why it does not.
+
+    Returns:
+        The text, with the reason where there is no picture (the measurement must not be lost for it), and the node's
+        ``ui``.
+    """
+    picture = os.path.splitext(path)[0] + ".png"
+    try:
+        with writing(picture) as temporary:
+            missing = draw(temporary)
+    except ValueError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        missing = f"no plot: {error}"
+    if missing is not None:
+        text = f"{text}\n{missing}"
+        return text, {"text": (text,), "h3bw_record": [saved]}
+    return text, {
+        "text": (text,), "h3bw_record": [saved], "images": [{**saved, "filename": os.path.basename(picture)}],
+    }  # fmt: skip
 
 
 def place(prefix: str, ending: str, width: int = 0, height: int = 0) -> tuple[str, dict]:

@@ -87,7 +87,8 @@ def climb(
         progress(done, total)
         climbing.rungs.sort(key=lambda rung: ladder.RUNGS.index(rung.name))
     picture = os.path.splitext(os.fspath(out_path))[0] + ".png"
-    ladder.picture(climbing.rungs, record.data, picture)
+    with output.writing(picture) as temporary:
+        ladder.picture(climbing.rungs, record.data, temporary)
     return Report(climbing.rungs, ladder.as_text(climbing.rungs, record.data), record.data)
 
 

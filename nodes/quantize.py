@@ -133,11 +133,11 @@ class QuantizeCheckpoint(io.ComfyNode):
             progress=progress,
         )
         path, saved = output.place(filename_prefix, "json")
-        with output.writing(path), open(path, "x", encoding="utf-8") as file:
+        with output.writing(path) as temporary, open(temporary, "x", encoding="utf-8") as file:
             json.dump(report, file, indent=1, allow_nan=False)
         picture = os.path.splitext(path)[0] + ".png"
-        with output.writing(picture):
-            error_plot.draw(report, picture)
+        with output.writing(picture) as temporary:
+            error_plot.draw(report, temporary)
         text = quantising.summary(report)
         shown_files = {"images": [{**saved, "filename": os.path.basename(picture)}], "h3bw_report": [saved]}
         return io.NodeOutput(text, ui={"text": (text,), **shown_files})

@@ -280,7 +280,7 @@ class RuntimeReport(io.ComfyNode):
     def execute(cls, model, on_difference, filename_prefix, latent=None, reference=None) -> io.NodeOutput:
         report = build(model, latent, reference)
         path, saved = output.place(filename_prefix, "json")
-        with output.writing(path), open(path, "x", encoding="utf-8") as out:
+        with output.writing(path) as temporary, open(temporary, "x", encoding="utf-8") as out:
             json.dump(report, out, indent=2, allow_nan=False)
         text = as_text(report)
         failed = [rung for rung in report["rungs"] if rung["result"] == "failed"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import comfy.model_management
@@ -87,10 +86,7 @@ class Roofline(io.ComfyNode):
     def execute(cls, rows, columns, rounds, filename_prefix) -> io.NodeOutput:
         path, saved = output.place(filename_prefix, "json")
         found = run(comfy.model_management.get_torch_device(), rows, columns, rounds, out_path=path)
-        picture = os.path.splitext(path)[0] + ".png"
-        missing = gemm_roofline.plot(found.lines, found.record, picture)
-        text = found.text if missing is None else f"{found.text}\n{missing}"
-        shown = {"text": (text,), "h3bw_record": [saved]}
-        if missing is None:
-            shown["images"] = [{**saved, "filename": os.path.basename(picture)}]
+        text, shown = output.with_picture(
+            found.text, path, saved, lambda picture: gemm_roofline.plot(found.lines, found.record, picture)
+        )
         return io.NodeOutput(text, ui=shown)

@@ -9,6 +9,7 @@ import torch
 
 AUTO = "auto"
 LAYOUTS = ("auto", "strided_nhd", "native", "contiguous")
+LONGEST_NAME = 60  # characters of what was asked for, in an error
 HND, NHD = "HND", "NHD"  # order of the axes after the batch: heads, rows, head_dim, or rows first
 
 
@@ -24,7 +25,9 @@ class AttentionRefused(RuntimeError):
     def __init__(self, name: str, reason: str, others: tuple[str, ...] = ()):
         self.name, self.reason, self.others = name, reason, tuple(others)
         instead = f"; choose {' or '.join(self.others)}" if self.others else ""
-        super().__init__(f"{name}: {reason}{instead}")
+        # A name comes from a workflow, which may hold anything there.
+        shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+        super().__init__(f"{shown}: {reason}{instead}")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ _FLOATS = ("F32", "BF16", "F16")
 # How files from before the markers name an fp8 layer's scales, and the tensor that says that it is such a file.
 _OLD_SCALES = {"scale_weight": "weight_scale", "scale_input": "input_scale"}
 _OLD_FLAG = "scaled_fp8"
+_LONGEST_KEEP = 10_000  # characters of keep_layers in all
 
 
 @dataclass
@@ -265,6 +266,11 @@ def _refuse_unsupported(file: str, header: Header, layer: _Layer) -> None:
 
 def _kept(file: str, names: list[str], patterns: list[str]) -> set[str]:
     """The layers that the patterns name; a pattern that names none is a typing error."""
+    if sum(map(len, patterns)) > _LONGEST_KEEP:
+        # matching takes time and cannot be cancelled
+        raise CheckpointError(
+            "bad_keep_layers", file, "", f"keep_layers has more than {_LONGEST_KEEP} characters; use patterns"
+        )
     kept: set[str] = set()
     for pattern in patterns:
         found = [

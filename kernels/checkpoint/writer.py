@@ -1,8 +1,10 @@
 """Writing safetensors files: whole or not at all."""
 
+import contextlib
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable, Mapping
@@ -12,6 +14,11 @@ import torch
 from .. import nvfp4
 from .dtypes import NAMES
 from .header import CheckpointError, read_header
+
+try:
+    import fcntl
+except ImportError:  # Windows, where an open file cannot be deleted: no lock is needed to tell that it is in use
+    fcntl = None
 
 NVFP4_MARKER = b'{"format": "nvfp4"}'
 
@@ -115,8 +122,9 @@ class StreamWriter:
             out.put("a", tensor)
 
     The data go into a temporary file beside `path`, which is flushed to the disk and renamed when the block ends.
-    Whoever looks sees the old file, no file, or the whole new one; an error or a cancel leaves no temporary file (a
-    killed process leaves a hidden one, ``.<name>.<hex>.tmp``). The data are ordered by falling element size and then by
+    Whoever looks sees the old file, no file, or the whole new one; an error or a cancel leaves no temporary file. A
+    killed process leaves a hidden one, ``.<name>.<hex>.tmp``; the next that writes to `path` removes it, unless another
+    process holds it locked. The data are ordered by falling element size and then by
     name, so every tensor is aligned and equal input gives equal bytes, whatever the order of `put`.
 
     Args:
@@ -156,6 +164,7 @@ class StreamWriter:
         if not self._overwrite:
             self._refuse_existing()
         try:
+            self._clear_leftovers()
             free = shutil.disk_usage(os.path.dirname(self.path) or ".").free
             if free < self.nbytes:
                 raise CheckpointError(
@@ -165,6 +174,9 @@ class StreamWriter:
             # 0o666 and O_EXCL: the umask decides about the mode as for any file, and nobody else's file is opened
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
             self._stream = open(os.open(self._temporary, flags, 0o666), "wb", buffering=0)  # noqa: SIM115
+            if fcntl is not None:
+                with contextlib.suppress(OSError):  # a file system without locks: leftovers stay there
+                    fcntl.flock(self._stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._write(0, memoryview(self._head))
         except OSError as error:
             self._discard()
@@ -216,12 +228,28 @@ class StreamWriter:
         if os.path.lexists(self._temporary):
             os.unlink(self._temporary)
 
+    def _clear_leftovers(self) -> None:
+        """Remove what killed processes left of this file: it may be as large as the file itself."""
+        folder = os.path.dirname(self.path) or "."
+        leftover = re.compile(re.escape(f".{self.file}.") + r"[0-9a-f]{12}\.tmp")
+        for name in filter(leftover.fullmatch, os.listdir(folder)):
+            with contextlib.suppress(OSError):  # in use, or not ours to remove
+                _remove_unheld(os.path.join(folder, name))
+
     def _refuse_existing(self) -> None:
         if os.path.lexists(self.path):
             raise CheckpointError("exists", self.file, "", "exists already; choose another name or ask for overwrite")
 
     def _unwritable(self, error: OSError) -> CheckpointError:
         return CheckpointError("unwritable", self.file, "", f"cannot be written: {error.strerror or error}")
+
+
+def _remove_unheld(path: str) -> None:
+    """Remove a temporary file; OSError where a process still writes it."""
+    if fcntl is not None:
+        with open(path, "r+b") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.unlink(path)
 
 
 def _header(

@@ -11,6 +11,7 @@ normally makes it ``finished``, leaving it by an exception keeps ``aborted`` wit
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import json
@@ -30,6 +31,14 @@ class ManifestError(ValueError):
     def __init__(self, file: str, problems: list[str]):
         self.file, self.problems = os.path.basename(file), list(problems)
         super().__init__(f"{self.file}: not a {SCHEMA} record: " + "; ".join(self.problems))
+
+
+class UnwritableError(ValueError):
+    """A record that the disk does not take; ``reason`` is the system's."""
+
+    def __init__(self, file: str, reason: str):
+        self.file, self.reason = file, reason
+        super().__init__(f"{file} cannot be written: {reason}")
 
 
 class Manifest:
@@ -81,7 +90,9 @@ class Manifest:
             return
         self.note(f"the run ended with {kind.__name__}")
         self.data["finished_at"] = _now().isoformat(timespec="milliseconds")
-        self.write()
+        # The exception that ends the run is the one to see; the file on disk says aborted as it is.
+        with contextlib.suppress(UnwritableError):
+            self.write()
 
     def note(self, text: str) -> None:
         """Add a sentence for the reader."""
@@ -214,7 +225,11 @@ class Manifest:
         self.write()
 
     def write(self) -> None:
-        """Write the record under a temporary name beside its own, then rename it."""
+        """Write the record under a temporary name beside its own, then rename it.
+
+        Raises:
+            UnwritableError: names the file, not its folder.
+        """
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
         try:
             with open(temporary, "w", encoding="utf-8", newline="\n") as file:
@@ -222,8 +237,11 @@ class Manifest:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path)
+        except OSError as error:
+            raise UnwritableError(self.path.name, error.strerror or str(error)) from error
         finally:
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
 
 def _now() -> datetime.datetime:

@@ -104,6 +104,11 @@ def test_unknown_name_lists_what_there_is(name):
     assert str(refused.value).endswith("choose sdpa or sdpa_math or auto")
 
 
+def test_a_name_of_any_length_is_told_shortly():
+    refused = attention.AttentionRefused("x" * 10_000_000, "is not there")
+    assert str(refused) == f"{'x' * 60}...: is not there" and len(refused.name) == 10_000_000
+
+
 MALFORMED = {
     "mask": ({"mask": True}, "takes no mask"),
     "nan scale": ({"scale": math.nan}, "scale must be a finite number, have nan"),

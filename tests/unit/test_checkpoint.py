@@ -415,3 +415,21 @@ def test_nvfp4_tensors_are_those_of_the_format():
     assert (caught.value.code, caught.value.tensor) == ("nonfinite_weight", "blocks.0.mlp.fc1")
     with pytest.raises(CheckpointError, match="bad_weight"):
         checkpoint.nvfp4_tensors("x", torch.zeros(3))
+
+
+def test_what_a_killed_process_left_of_this_file_is_removed(tmp_path):
+    """It may be as large as the file. What another process still writes, and what only looks alike, stays."""
+    path = tmp_path / "a.safetensors"
+    left = tmp_path / ".a.safetensors.0123456789ab.tmp"
+    alike = [tmp_path / name for name in (".a.safetensors.notes.tmp", ".ab.safetensors.0123456789ab.tmp", "a.tmp")]
+    for file in (left, *alike):
+        file.write_bytes(b"half")
+    kinds = {"x": (torch.uint8, (4,))}
+    with checkpoint.StreamWriter(path, kinds) as first:
+        assert not left.exists() and all(file.exists() for file in alike)
+        before = sorted(tmp_path.iterdir())
+        with pytest.raises(CheckpointError, match="incomplete"), checkpoint.StreamWriter(path, kinds):
+            assert set(before) < set(tmp_path.iterdir()), "the file that is being written is still there"
+        first.put("x", torch.arange(4, dtype=torch.uint8))
+    assert sorted(tmp_path.iterdir()) == sorted([path, *alike])
+    assert reader.load(path, "cpu")[0]["x"].tolist() == [0, 1, 2, 3]

@@ -301,6 +301,8 @@ def with_old_scale(tensors):
         (lambda t: t.pop("audio_patch_proj.weight"), {}, "not_h3", ""),
         (lambda t: None, {"keep_layers": ["blocks"]}, "nothing_to_quantise", ""),
         (lambda t: None, {"keep_layers": ["blocks.77"]}, "bad_keep_layers", ""),
+        # 10 MB of pattern would hold the queue for minutes; these would match, were they tried
+        (lambda t: None, {"keep_layers": ["blocks.0"] * 1251}, "bad_keep_layers", ""),
         (lambda t: t.update({"blocks.0.mlp.fc1.weight": torch.zeros(24, 24)}), {}, "bad_weight", "blocks.0.mlp.fc1"),
         (with_old_scale, {}, "scale_without_format", "blocks.0.mlp.fc1"),
     ],
