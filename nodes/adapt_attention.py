@@ -77,6 +77,12 @@ def understand(
     return tensors, scale, not skip_output_reshape
 
 
+def default_name() -> str:
+    """What ComfyUI's default attention is called; another pack may have put something without a name there."""
+    function = core.optimized_attention
+    return getattr(function, "__name__", type(function).__name__)
+
+
 def shaped(out: torch.Tensor, reshape: bool) -> torch.Tensor:
     """``[B, H, S, D]`` as ComfyUI wants it back: ``[B, S, H * D]``, or as it is."""
     return out.transpose(1, 2).flatten(2) if reshape else out

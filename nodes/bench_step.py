@@ -12,7 +12,6 @@ import contextlib
 import time
 from dataclasses import dataclass
 
-import comfy.ldm.modules.attention as core_attention
 import comfy.model_management
 import comfy.utils
 import torch
@@ -23,7 +22,7 @@ from ..kernels import certify
 from ..kernels.measure import Manifest, balanced_orders, ladder, predictions, provenance, step_report, telemetry
 from ..kernels.measure.samples import BARS, CONTROL
 from ..kernels.measure.timing import HOST
-from . import adapt, output, random_model, report, sampling, selftest, sides
+from . import adapt, adapt_attention, output, random_model, report, sampling, selftest, sides
 from . import run as runs
 
 EVENTS = "CUDA events at the sampler's callbacks, the first step of each pass left out"
@@ -194,7 +193,7 @@ class _Bench:
         """Enter a variant's run record; returns it in a few words."""
         found = runs.find(model)
         if found is None:
-            implementation = f"ComfyUI's blocks, {core_attention.optimized_attention.__name__}"
+            implementation = f"ComfyUI's blocks, {adapt_attention.default_name()}"
             self.record.ran(f"{group} / {name}", implementation)
             return implementation
         fused = sorted(found.fused)

@@ -21,13 +21,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import comfy.ldm.modules.attention as core_attention
 import comfy.model_management
 import comfyui_version
 import torch
 
 from ..kernels import attention, certify, discover
-from . import fuse, run
+from . import adapt_attention, fuse, run
 
 SCHEMA = "h3bw-ready/1"
 NOT_WARMED, RUNNING, WARMED = "not warmed", "running", "warmed"
@@ -116,7 +115,8 @@ def why_not() -> str | None:
         return "the model that was warmed up has been freed"
     for entry in list(comfy.model_management.current_loaded_models):
         patcher = entry.model
-        if patcher is not None and patcher.model is model:
+        # An entry stays in the list, emptied, while it is unloaded, and when that raises.
+        if patcher is not None and patcher.model is model and entry.real_model is not None:
             return None
     return f"the model that was warmed up has been unloaded from {now.device}"
 
@@ -146,7 +146,7 @@ def what_ran(record: dict) -> dict:
             "ran": record["attention"],
             "handed_on": {discover.without_paths(k): count for k, count in record["attention_handed_on"].items()},
             # Calls that this pack does not see go there, unless another node has put itself in between.
-            "comfyui": core_attention.optimized_attention.__name__,
+            "comfyui": adapt_attention.default_name(),
         },
         "fusion": settings.get("FuseBlocks"),
         "lora_branches": len(settings.get("LoraSideBranch", {}).get("loras", ())),

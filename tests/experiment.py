@@ -30,6 +30,7 @@ from conftest import pack_module
 
 SANITIZER = "compute-sanitizer"
 BESIDE_CUDA = Path("/usr/local/cuda/bin") / SANITIZER
+LATE = "results that differ after the timing"  # the end of a gate's name in kernels/measure/candidate.py
 NO_GPU = "no GPU: a CPU is not measured"
 
 
@@ -203,10 +204,19 @@ def gates_of_sanitizer(
                 errors, why = None, f"it did not get through under {SANITIZER}: {found['failure'] or 'no summary'}"
             elif errors:
                 first = first or "memcheck found errors"
+            bad = [case["reason"] for case in found["cases"] if case["outcome"] in ("failed", "raised")]
+            if bad and side == "candidate":  # without an error of memcheck's own
+                failed.append(f"candidate: under {SANITIZER}: {first_of(bad)}")
         record.add_gate(gate, "at_most", 0, observed=errors, reason=why or first)
         if errors and side == "candidate":
             failed.append(f"candidate: {errors} memcheck errors, the first: {first}")
     return failed
+
+
+def late_failures(gates: list[dict], exact: str | None) -> list[str]:
+    """What the candidate got wrong after it was timed, where both sides have to give the same bytes."""
+    late = [gate for gate in gates if gate["name"].endswith(LATE) and gate["result"] == "failed"]
+    return [] if exact is not None else [f"candidate: {gate['name']}: {gate['observed']:g}" for gate in late]
 
 
 def outcome_of(failed: list[str], refused: str | None, judged: dict[str, dict] | None) -> tuple[str, str, list[str]]:
@@ -244,6 +254,9 @@ def experiment(given: argparse.Namespace, folder: Path) -> tuple[str, str, list[
     on_gpu = device.type == "cuda"
     if on_gpu and not torch.cuda.is_available():
         raise candidate.CandidateError(f"{device}: torch sees no GPU; choose --device cpu")
+    for path in (given.candidate, given.baseline):
+        if path.endswith(".py") and not Path(path).is_file():
+            raise candidate.CandidateError(f"{Path(path).name}: there is no such file; nothing was run or entered")
     baseline = candidate.implementation_of(given.op, given.baseline, device)
     what = given.baseline if given.baseline.endswith(".py") else baseline.name
     sides = {candidate.BASELINE: what, candidate.CANDIDATE: given.candidate}
@@ -279,6 +292,7 @@ def experiment(given: argparse.Namespace, folder: Path) -> tuple[str, str, list[
             ours = candidate.implementation_of(given.op, given.candidate, device)
             with torch.cuda.device(device):
                 judged = candidate.time_gate(record, given.op, baseline, ours, device, rounds=given.rounds, **shape)
+            failed += late_failures(record.data["gates"], exact)
         record.data["environment"] = provenance.environment()  # again: the libraries that the run has loaded
         status, reason, cases = outcome_of(failed, refused, judged)
         reason = provenance.plain(reason)
@@ -293,7 +307,7 @@ def entry_of(given: argparse.Namespace, status: str, reason: str, cases: list[st
     file = Path(given.candidate).name
     try:
         module = candidate.load(given.candidate)
-    except candidate.CandidateError:
+    except (candidate.CandidateError, SystemExit):  # a file that ends Python at import is rejected, and entered
         module = None
     gpus = data["hardware"]["gpus"]
     where = gpus[0]["name"] if gpus else "CPU"

@@ -373,3 +373,34 @@ def test_the_answers(readiness):
     assert answer.status == 200 and json.loads(answer.text)["ready"] is True
     answer = asyncio.run(routes.health(None))
     assert answer.status == 200 and json.loads(answer.text)["alive"] is True
+
+
+def test_ready_does_not_lie_after_an_unload_that_raised(readiness, monkeypatch):
+    """ComfyUI takes an entry out of its list after all of them were unloaded; one that raises leaves it there."""
+    import comfy.model_management
+
+    model = patched()
+    warm(model)
+    real = comfy.model_management.LoadedModel.model_unload
+
+    def unload(self, *args, **kwargs):
+        real(self, *args, **kwargs)
+        raise RuntimeError("halfway")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy.model_management.LoadedModel, "model_unload", unload)
+        with pytest.raises(RuntimeError, match="halfway"):
+            comfy.model_management.unload_all_models()
+    assert readiness.why_not() == "the model that was warmed up has been unloaded from cpu"
+    comfy.model_management.current_loaded_models.clear()
+
+
+def test_a_default_attention_without_a_name(readiness, monkeypatch):
+    """Another pack may put anything callable there."""
+    import functools
+
+    import comfy.ldm.modules.attention as core
+
+    monkeypatch.setattr(core, "optimized_attention", functools.partial(core.optimized_attention))
+    warm(patched())
+    assert readiness.ready()["attention"]["initial"]["comfyui"] == "partial"
