@@ -258,7 +258,7 @@ async function templates(session) {
     const card = page.getByTestId(`template-workflow-${name}`);
     await card.scrollIntoViewIfNeeded();
     await card.locator("img").first().evaluate((image) => image.decode());
-    pictures[name] = await card.locator("img").first().evaluate((image) => [image.src, image.naturalWidth]);
+    pictures[name] = await card.locator("img").first().evaluate((image) => image.naturalWidth);
   }
   await session.photograph("templates");
   await page.getByTestId(`template-workflow-${options.opened}`).click();
