@@ -25,8 +25,10 @@ class AttentionRefused(RuntimeError):
     def __init__(self, name: str, reason: str, others: tuple[str, ...] = ()):
         self.name, self.reason, self.others = name, reason, tuple(others)
         instead = f"; choose {' or '.join(self.others)}" if self.others else ""
-        # A name comes from a workflow, which may hold anything there.
+        # A name comes from a workflow, which may hold anything there: ten megabytes, or half a character, on which
+        # ComfyUI's queue ends when it logs the error.
         shown = name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}..."
+        shown = shown.encode("utf-8", "backslashreplace").decode()
         super().__init__(f"{shown}: {reason}{instead}")
 
 

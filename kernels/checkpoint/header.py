@@ -54,7 +54,9 @@ class CheckpointError(Exception):
         self.code, self.file, self.tensor, self.message = code, file, tensor, message
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.file, self.tensor, self.message) if part) + f" [{self.code}]"
+        text = ": ".join(part for part in (self.file, self.tensor, self.message) if part) + f" [{self.code}]"
+        # A file's name need not be Unicode; half a character in an error ends ComfyUI's queue when it logs it.
+        return text.encode("utf-8", "backslashreplace").decode()
 
 
 @dataclass(frozen=True)

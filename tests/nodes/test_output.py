@@ -118,7 +118,7 @@ def test_a_mistake_of_the_drawing_itself_is_not_hidden(folder):
 
 
 def test_a_record_that_cannot_be_written_names_no_folder(folder):
-    """A full or read-only disk at the start, or when the run is cancelled: then the cancel is what shows."""
+    """At the start; and at a cancel, where the cancel is what shows."""
     manifest = pack_module("kernels.measure.manifest")
     with pytest.raises(manifest.UnwritableError) as caught, manifest.Manifest(folder / "gone" / "run.json", "smoke"):
         pass

@@ -109,6 +109,11 @@ def test_a_name_of_any_length_is_told_shortly():
     assert str(refused) == f"{'x' * 60}...: is not there" and len(refused.name) == 10_000_000
 
 
+def test_half_a_character_in_a_name_is_spelled_out():
+    """Such a text cannot be printed or logged."""
+    assert str(attention.AttentionRefused("sage\ud800", "is not there")) == "sage\\ud800: is not there"
+
+
 MALFORMED = {
     "mask": ({"mask": True}, "takes no mask"),
     "nan scale": ({"scale": math.nan}, "scale must be a finite number, have nan"),

@@ -433,3 +433,8 @@ def test_what_a_killed_process_left_of_this_file_is_removed(tmp_path):
         first.put("x", torch.arange(4, dtype=torch.uint8))
     assert sorted(tmp_path.iterdir()) == sorted([path, *alike])
     assert reader.load(path, "cpu")[0]["x"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_file_name_that_is_no_text_is_spelled_out():
+    """As Python reads the byte FF in a name; such a text cannot be printed or logged."""
+    assert str(CheckpointError("exists", "a\udcff.bin", "", "is there")) == "a\\udcff.bin: is there [exists]"
