@@ -220,7 +220,7 @@ def test_queued_prompts_with_different_settings_do_not_mix(server):
     """Three in the queue at once: each report has its own settings and counts."""
     graphs = [fused(seed=5 + number) for number in range(3)]
     graphs[1]["fuse"]["inputs"]["mode"] = "off"
-    graphs[2]["attention"]["inputs"]["backend.dense_blocks"] = "0"
+    graphs[2]["attention"]["inputs"]["layout"] = "contiguous"
     found = []
     for number in [queue(server, graph) for graph in graphs]:
         (saved,) = server.wait(number, GIVE_UP_S)["outputs"]["report"]["h3bw_report"]
@@ -228,7 +228,7 @@ def test_queued_prompts_with_different_settings_do_not_mix(server):
     runs = [report["run"] for report in found]
     assert [run["settings"]["FuseBlocks"]["mode"] for run in runs] == ["exact", "off", "exact"]
     assert [len(run["fused_calls"]) for run in runs] == [3, 0, 3]
-    assert [run["settings"]["AttentionBackend"].get("dense_blocks") for run in runs] == [None, None, [0]]
+    assert [run["settings"]["AttentionBackend"]["layout"] for run in runs] == ["auto", "auto", "contiguous"]
 
 
 def test_killed_in_the_middle_of_a_conversion(server, left_by_the_killed):
