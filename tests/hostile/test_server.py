@@ -1,10 +1,12 @@
 """Hostile prompts, cancels and signals against a real, headless ComfyUI; after each the next good prompt must run.
 
-One server for the module and a second start after a kill, on the CPU, with the self-test model and tiny files.
+Two starts for the module, on the CPU, with the self-test model and tiny files: the first is killed in the middle of a
+conversion, the second serves all tests.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -12,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import pytest
 from comfy_server import ComfyServer, make_base_directory
 from conftest import comfyui_folder, pack_module
@@ -42,7 +45,22 @@ def base(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(base) -> Iterator[ComfyServer]:
+def left_by_the_killed(base) -> list[str]:
+    """What lies in the folder after a SIGTERM, on which ComfyUI ends at once, in the middle of a conversion."""
+    folder = base / "output/diffusion_models"
+    with ComfyServer(comfyui_folder(), base, cpu=True) as running:
+        queue(running, convert("killed", scale="adaptive"))
+        deadline = time.monotonic() + GIVE_UP_S
+        while not any(path.stat().st_size > 1 << 20 for path in folder.glob(".killed.*")):
+            running.check_alive()
+            assert time.monotonic() < deadline and not list(folder.glob("killed*"))
+        os.kill(running.process.pid, signal.SIGTERM)
+        running.process.wait(GIVE_UP_S)
+    return [path.name for path in folder.iterdir()]
+
+
+@pytest.fixture(scope="module")
+def server(base, left_by_the_killed) -> Iterator[ComfyServer]:
     with ComfyServer(comfyui_folder(), base, cpu=True) as running:
         yield running
 
@@ -136,7 +154,7 @@ def test_a_hostile_text_is_refused_in_words(case, server):
 
 
 CANCELLED = {
-    "sampling": (fused(2, steps=10_000), "SamplerCustomAdvanced"),
+    "sampling": (fused(2, steps=10_000), "sample", "progress"),
     "calibrating": (
         {
             **sampled("watch", 3, 10_000, watch=node("H3BW_Calibrate", model=["h3", 0])),
@@ -145,15 +163,17 @@ CANCELLED = {
                 clip_percent=0.0,
             ),
         },
-        "SamplerCustomAdvanced",
+        "sample",
+        "progress",
     ),
-    "converting": (convert("stopped", scale="adaptive"), "H3BW_QuantizeCheckpoint"),
+    "converting": (convert("stopped", scale="adaptive"), "convert", "progress"),
     "warming up": (
         {
             "h3": node("H3BW_SelfTestModel", **MODEL),
             "warm": node("H3BW_Warmup", model=["h3", 0], width=512, height=512, frames=22, steps=50),
         },
-        "H3BW_Warmup",
+        "warm",
+        "executing",
     ),
     "climbing the ladder": (
         {
@@ -162,22 +182,37 @@ CANCELLED = {
                 filename_prefix="hostile/ladder",
             )
         },
-        "H3BW_ParityLadder",
+        "ladder",
+        "progress",
     ),
 }  # fmt: skip
+
+
+async def cancelled(server: ComfyServer, graph: Api, key: str, event: str) -> dict[str, Any]:
+    """The history entry of a run that is cancelled when ComfyUI tells `event` of the node `key`."""
+    address = f"{server.url}/ws?clientId=hostile"
+    async with aiohttp.ClientSession() as session, session.ws_connect(address) as socket:
+        status, answer = server.post_prompt(graph, client_id="hostile")
+        assert status == 200, answer
+        while True:
+            told = await asyncio.wait_for(socket.receive(), GIVE_UP_S)
+            if told.type == aiohttp.WSMsgType.TEXT:
+                told = json.loads(told.data)
+                assert told["type"] not in ("execution_error", "execution_success"), told
+                if told["type"] == event and told["data"]["node"] == key:
+                    break
+        server.request("/interrupt", b"{}")
+        return server.wait(answer["prompt_id"], GIVE_UP_S)
 
 
 @pytest.mark.usefixtures("then_a_good_prompt_runs")
 @pytest.mark.parametrize("what", CANCELLED)
 def test_a_cancel_ends_the_run_as_cancelled_and_leaves_nothing(what, server):
-    graph, where = CANCELLED[what]
-    number = queue(server, graph)
-    deadline = time.monotonic() + GIVE_UP_S
-    while not (entry := server.history(number)):  # ComfyUI forgets a cancel that comes before the run has begun
-        assert time.monotonic() < deadline
-        server.request("/interrupt", b"{}")
-    assert message(entry, "execution_interrupted")["node_type"] == where
-    assert not [path for folder in ("output", "temp") for path in (server.base / folder).rglob(".*")]
+    graph, key, event = CANCELLED[what]
+    entry = asyncio.run(cancelled(server, graph, key, event))
+    assert message(entry, "execution_interrupted")["node_id"] == key
+    hidden = [path.name for folder in ("output", "temp") for path in (server.base / folder).rglob(".*")]
+    assert not [name for name in hidden if not name.startswith(".killed")]
     assert not list((server.base / "output/diffusion_models").glob("*stopped*"))
 
 
@@ -185,7 +220,7 @@ def test_queued_prompts_with_different_settings_do_not_mix(server):
     """Three in the queue at once: each report has its own settings and counts."""
     graphs = [fused(seed=5 + number) for number in range(3)]
     graphs[1]["fuse"]["inputs"]["mode"] = "off"
-    graphs[2]["attention"]["inputs"]["backend.dense_blocks"] = "0"
+    graphs[2]["attention"]["inputs"]["layout"] = "contiguous"
     found = []
     for number in [queue(server, graph) for graph in graphs]:
         (saved,) = server.wait(number, GIVE_UP_S)["outputs"]["report"]["h3bw_report"]
@@ -193,24 +228,14 @@ def test_queued_prompts_with_different_settings_do_not_mix(server):
     runs = [report["run"] for report in found]
     assert [run["settings"]["FuseBlocks"]["mode"] for run in runs] == ["exact", "off", "exact"]
     assert [len(run["fused_calls"]) for run in runs] == [3, 0, 3]
-    assert [run["settings"]["AttentionBackend"]["dense_blocks"] for run in runs] == [[], [], [0]]
+    assert [run["settings"]["AttentionBackend"]["layout"] for run in runs] == ["auto", "auto", "contiguous"]
 
 
-def test_killed_in_the_middle_of_a_conversion(base):
-    """SIGTERM, on which ComfyUI ends at once: no file under the final name, and the next start converts and tidies."""
-    folder = base / "output/diffusion_models"
-    graph = convert("killed", scale="adaptive")
-    with ComfyServer(comfyui_folder(), base, cpu=True) as running:
-        queue(running, graph)
-        deadline = time.monotonic() + GIVE_UP_S
-        while not any(path.stat().st_size > 1 << 20 for path in folder.glob(".killed.*")):
-            running.check_alive()
-            assert time.monotonic() < deadline and not list(folder.glob("killed*"))
-        os.kill(running.process.pid, signal.SIGTERM)
-        running.process.wait(GIVE_UP_S)
-        assert not list(folder.glob("killed*"))
-    with ComfyServer(comfyui_folder(), base, cpu=True) as running:
-        entry = running.wait(queue(running, graph), GIVE_UP_S)
-        assert entry["status"]["status_str"] == "success", entry["status"]
-    assert [path.name for path in folder.glob("*killed*")] == ["killed.safetensors"]
-    assert not [path.name for path in folder.iterdir() if path.name.startswith(".killed")]
+def test_killed_in_the_middle_of_a_conversion(server, left_by_the_killed):
+    """No file under the final name; the next start converts, and removes what was left."""
+    (left,) = left_by_the_killed
+    assert left.startswith(".killed.safetensors.") and left.endswith(".tmp")
+    folder = server.base / "output/diffusion_models"
+    entry = server.wait(queue(server, convert("killed", scale="adaptive")), GIVE_UP_S)
+    assert entry["status"]["status_str"] == "success", entry["status"]
+    assert (folder / "killed.safetensors").exists() and not (folder / left).exists()
