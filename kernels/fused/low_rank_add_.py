@@ -9,11 +9,17 @@ from __future__ import annotations
 import torch
 
 from . import _launch, _op
-from .swiglu_side import RANK_MULTIPLE
+
+RANK_MULTIPLE = 16  # the depth of a tensor core's step in bf16
+
+
+def updated(y, hidden, low_rank, alpha):
+    """``round(y + alpha * hidden @ low_rank.T)`` in y's dtype, summed in fp32: a new tensor."""
+    return torch.addmm(y.float(), hidden.float(), low_rank.float().t(), alpha=alpha).to(y.dtype)
 
 
 def reference(y, hidden, low_rank, alpha):
-    return y.copy_(torch.addmm(y.float(), hidden.float(), low_rank.float().t(), alpha=alpha))
+    return y.copy_(updated(y, hidden, low_rank, alpha))
 
 
 def stand_in(y, hidden, low_rank, alpha):
@@ -24,6 +30,21 @@ def stand_in(y, hidden, low_rank, alpha):
 def bytes_moved(rows: int, columns: int, element_bytes: int = 2) -> int:
     """Read and write y; the factors of some dozen columns are not counted."""
     return 2 * rows * columns * element_bytes
+
+
+def check(op: str, name: str, y: torch.Tensor, hidden: torch.Tensor, low_rank: torch.Tensor) -> None:
+    """Refuse factors that are not ``[S, r]`` and ``[N, r]`` in the dtype of y, ``[S, N]``, which it calls ``name``."""
+    rows, columns = y.shape
+    _op.check_rows(op, "hidden", hidden)
+    if hidden.shape[0] != rows or tuple(low_rank.shape) != (columns, hidden.shape[1]):
+        raise ValueError(
+            f"{op}: hidden must be [{rows}, r] and low_rank [{columns}, r], have {tuple(hidden.shape)} and "
+            f"{tuple(low_rank.shape)}"
+        )
+    if not hidden.dtype == low_rank.dtype == y.dtype:
+        raise TypeError(
+            f"{op}: the factors must have {name}'s dtype, {y.dtype}, have {hidden.dtype} and {low_rank.dtype}"
+        )
 
 
 def accepts(y, hidden, low_rank, alpha) -> str | None:
@@ -77,15 +98,5 @@ def low_rank_add_(
         FusedRefused: the implementation asked for cannot run here.
     """
     _op.check_rows(OP.name, "y", y)
-    _op.check_rows(OP.name, "hidden", hidden)
-    rows, columns = y.shape
-    if hidden.shape[0] != rows or tuple(low_rank.shape) != (columns, hidden.shape[1]):
-        raise ValueError(
-            f"{OP.name}: hidden must be [{rows}, r] and low_rank [{columns}, r], have {tuple(hidden.shape)} and "
-            f"{tuple(low_rank.shape)}"
-        )
-    if not hidden.dtype == low_rank.dtype == y.dtype:
-        raise TypeError(
-            f"{OP.name}: the factors must have y's dtype, {y.dtype}, have {hidden.dtype} and {low_rank.dtype}"
-        )
+    check(OP.name, "y", y, hidden, low_rank)
     return _op.run(OP, y.device, impl, y, hidden, low_rank, alpha)

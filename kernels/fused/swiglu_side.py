@@ -9,15 +9,14 @@ from __future__ import annotations
 import torch
 
 from . import _launch, _op
+from .low_rank_add_ import RANK_MULTIPLE, updated
+from .low_rank_add_ import check as check_factors
 from .swiglu import check
 from .swiglu import reference as swiglu_reference
 
-RANK_MULTIPLE = 16  # the depth of a tensor core's step in bf16
-
 
 def reference(gate_up, hidden, low_rank, alpha):
-    updated = torch.addmm(gate_up.float(), hidden.float(), low_rank.float().t(), alpha=alpha)
-    return swiglu_reference(updated.to(gate_up.dtype))
+    return swiglu_reference(updated(gate_up, hidden, low_rank, alpha))
 
 
 def stand_in(gate_up, hidden, low_rank, alpha):
@@ -79,16 +78,5 @@ def swiglu_side(
         FusedRefused: the implementation asked for cannot run here.
     """
     check(OP.name, gate_up)
-    rows, columns = gate_up.shape
-    _op.check_rows(OP.name, "hidden", hidden)
-    if hidden.shape[0] != rows or tuple(low_rank.shape) != (columns, hidden.shape[1]):
-        raise ValueError(
-            f"{OP.name}: hidden must be [{rows}, r] and low_rank [{columns}, r], have {tuple(hidden.shape)} and "
-            f"{tuple(low_rank.shape)}"
-        )
-    if not hidden.dtype == low_rank.dtype == gate_up.dtype:
-        raise TypeError(
-            f"{OP.name}: the factors must have gate_up's dtype, {gate_up.dtype}, have {hidden.dtype} and "
-            f"{low_rank.dtype}"
-        )
+    check_factors(OP.name, "gate_up", gate_up, hidden, low_rank)
     return _op.run(OP, gate_up.device, impl, gate_up, hidden, low_rank, alpha)
