@@ -141,12 +141,8 @@ def main(arguments: list[str] | None = None) -> int:
             variants, rounds=1 if on_cpu else given.rounds, device=device, baseline=PLAIN, sets=[(stream,)],
             warm_up_s=0.0 if on_cpu else 0.5,
         )  # fmt: skip
-        record.add_orders("block", taken.orders)
-        record.set_protocol(timer=taken.timer, warm_up={"block": taken.warm_up})
-        cases = {
-            name: record.add_case("block", name, (rows, hidden), "bfloat16", samples, calls=taken.calls[name])
-            for name, samples in taken.samples.items()
-        }
+        record.set_protocol(timer=taken.timer)
+        cases = pack_module("kernels.measure.producers").enter(record, "block", taken, (rows, hidden))
         for name, why in taken.uncaptured.items():
             record.fell_back(f"block / {name}", "capture in a CUDA graph", why)
         for name, call in calls.items():

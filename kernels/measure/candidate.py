@@ -29,7 +29,7 @@ from ..fused import _cases
 from . import producers, roofline, stock
 from .manifest import Manifest, tensor_bytes
 from .samples import BARS
-from .timing import L2_FACTOR, l2_bytes, time_rotating
+from .timing import time_rotating
 
 BASELINE, CANDIDATE = "baseline", "candidate"
 SHIPPED, REFERENCE = "shipped", "reference"
@@ -143,10 +143,6 @@ def groups_of(op: str, scale: str) -> list[producers.Group]:
     return [group for group in found if scale == "both" or group.static in (None, scale == "static")]
 
 
-def _fresh(op: str, arguments: tuple) -> tuple:
-    return (arguments[0].clone(), *arguments[1:]) if op.endswith("_") else arguments
-
-
 def digest_of(result) -> str:
     """SHA-256 over the bytes of a result, every NaN as the same NaN."""
     digest = hashlib.sha256()
@@ -184,7 +180,7 @@ def check(
     for group in () if short else groups_of(op, scale):
         arguments = h3_arguments(group, rows, columns, device, seed, norm)[0]
         try:
-            found["checksums"][group.name] = digest_of(implementation.run(*_fresh(op, arguments)))
+            found["checksums"][group.name] = digest_of(implementation.run(*producers.fresh(op, arguments)))
         except Exception as error:  # a probe: a candidate that cannot run this shape has lost
             found["failure"] = f"{group.name}, {rows} rows: {told(error).splitlines()[0]}"
             return found
@@ -226,10 +222,8 @@ def time_gate(
         ``{"<group> / candidate": comparison}``.
     """
     copy = roofline.copy_bandwidth(device, rounds=rounds)
-    copied = _enter(record, "copy", copy.timing, (copy.elements,))["copy"]
-    milliseconds = copied["summary"]["median"]
-    copied["roofline"] = roofline.rate(copy.moved_bytes, milliseconds, copy.moved_bytes, milliseconds)
-    record.set_protocol(timer=copy.timing.timer, seed=seed)
+    milliseconds = producers.enter_copy(record, copy)["summary"]["median"]
+    record.set_protocol(seed=seed)
     judged = {}
     for group in groups_of(op, scale):
         sets = h3_arguments(group, rows, columns, device, seed, norm)
@@ -237,16 +231,16 @@ def time_gate(
             f"{group.name}: seed {seed}, {len(sets)} sets",
             (item for arguments in sets for item in arguments if isinstance(item, torch.Tensor)),
         )
-        pristine = _fresh(op, sets[0])
-        _note_sets(record, group.name, len(sets), producers.input_bytes(op, rows, columns), device)
+        pristine = producers.fresh(op, sets[0])
+        producers.note_sets(record, group.name, len(sets), producers.input_bytes(op, rows, columns), device)
         variants = {BASELINE: baseline.run, CANDIDATE: candidate.run}
         timing = time_rotating(variants, rounds=rounds, device=device, sets=sets, warm_up_s=warm_up_s)
         if timing.uncaptured:
             record.set_protocol(timer=timing.timer)  # the worst one that was used
         for name, why in timing.uncaptured.items():
             record.fell_back(f"{group.name} / {name}", "capture in a CUDA graph", why)
-        cases = _enter(record, group.name, timing, (rows, producers.width_of(op, columns)))
-        ends = {name: variants[name](*_fresh(op, pristine)) for name in variants}
+        cases = producers.enter(record, group.name, timing, (rows, producers.width_of(op, columns)))
+        ends = {name: variants[name](*producers.fresh(op, pristine)) for name in variants}
         for name, item in ((BASELINE, baseline), (CANDIDATE, candidate)):
             record.add_output(f"{group.name} / {name}", producers.tensors_of(ends[name]))
             record.ran(f"{group.name} / {name}", item.name)
@@ -264,20 +258,3 @@ def time_gate(
             record.add_gate(f"{group.name}: {what} saved at least", "at_least", least, observed=found[values][0])
         judged[f"{group.name} / {CANDIDATE}"] = found
     return judged
-
-
-def _enter(record: Manifest, group: str, timing, shape) -> dict[str, dict]:
-    record.add_orders(group, timing.orders)
-    record.set_protocol(warm_up={**(record.data["protocol"]["warm_up"] or {}), group: timing.warm_up})
-    return {
-        name: record.add_case(group, name, shape, "bfloat16", samples, calls=timing.calls[name])
-        for name, samples in timing.samples.items()
-    }
-
-
-def _note_sets(record: Manifest, group: str, count: int, one: int, device: torch.device) -> None:
-    cache = l2_bytes(device)
-    policy = record.data["protocol"]["l2"] or {"l2_bytes": cache, "factor": L2_FACTOR, "groups": {}}
-    exceeds = None if cache is None else count * one > L2_FACTOR * cache
-    policy["groups"][group] = {"sets": count, "set_bytes": one, "exceeds_factor": exceeds}
-    record.set_protocol(l2=policy)

@@ -176,6 +176,45 @@ def difference(ours, theirs) -> tuple[int, str]:
     return count, f"{count} elements" if count else "equal"
 
 
+def fresh(op: str, arguments: tuple) -> tuple:
+    """The arguments of an op, with a tensor of its own where the op writes into the first."""
+    return (arguments[0].clone(), *arguments[1:]) if op.endswith("_") else tuple(arguments)
+
+
+# ---------------------------------------------------------------- what goes into a record
+
+
+def enter(record: Manifest, group: str, timing, shape: tuple, clocks: dict | None = None) -> dict[str, dict]:
+    """Enter a group that was timed: orders, warm-up and a case for each variant; returns the cases by variant."""
+    record.add_orders(group, timing.orders)
+    policy = record.data["protocol"]["warm_up"] or {}
+    record.set_protocol(warm_up={**policy, group: timing.warm_up})
+    told = clocks if clocks is not None and any(value is not None for value in clocks.values()) else None
+    dtype = str(DTYPE).removeprefix("torch.")
+    return {
+        name: record.add_case(group, name, shape, dtype, samples, calls=timing.calls[name], clocks=told)
+        for name, samples in timing.samples.items()
+    }
+
+
+def enter_copy(record: Manifest, copy, clocks: dict | None = None) -> dict:
+    """Enter the copy that rates are compared with, and its timer; returns its case."""
+    case = enter(record, "copy", copy.timing, (copy.elements,), clocks)["copy"]
+    milliseconds = case["summary"]["median"]
+    case["roofline"] = roofline.rate(copy.moved_bytes, milliseconds, copy.moved_bytes, milliseconds)
+    record.set_protocol(timer=copy.timing.timer)
+    return case
+
+
+def note_sets(record: Manifest, group: str, count: int, one: int, device: torch.device) -> None:
+    """Enter how many input sets of ``one`` byte count each a group rotates over, and whether they pass the L2 cache."""
+    cache = l2_bytes(device)
+    policy = record.data["protocol"]["l2"] or {"l2_bytes": cache, "factor": L2_FACTOR, "groups": {}}
+    exceeds = None if cache is None else count * one > L2_FACTOR * cache
+    policy["groups"][group] = {"sets": count, "set_bytes": one, "exceeds_factor": exceeds}
+    record.set_protocol(l2=policy)
+
+
 class _Bench:
     """One run: what every group needs."""
 
@@ -191,25 +230,19 @@ class _Bench:
         """Time the copy that every rate is compared with."""
         before = gpu.clocks()
         copy = roofline.copy_bandwidth(self.device, rounds=min(self.rounds, 20), between=self.between)
-        self._enter("copy", copy.timing, (copy.elements,), {"before": before, "after": gpu.clocks()})
-        self.copy = next(case for case in self.record.data["cases"] if case["variant"] == "copy")
-        milliseconds = self.copy["summary"]["median"]
-        self.copy["roofline"] = roofline.rate(copy.moved_bytes, milliseconds, copy.moved_bytes, milliseconds)
-        self.record.set_protocol(timer=copy.timing.timer)
+        self.copy = enter_copy(self.record, copy, {"before": before, "after": gpu.clocks()})
 
     def group(self, group: Group, gpu: telemetry.Gpu) -> None:
         """Parity, timing, parity again, checksums, verdicts."""
         one = input_bytes(group.op, self.rows, self.columns)
         generator = torch.Generator(self.device).manual_seed(self.seed)
         made = [make_inputs(group.op, self.rows, self.columns, generator) for _ in range(set_count(one, self.device))]
-        pristine = tuple(made[0])
-        if group.op.endswith("_"):
-            pristine = (made[0][0].clone(), *made[0][1:])  # the timed calls write into the first input
+        pristine = fresh(group.op, made[0])  # the timed calls of some ops write into the first input
         self.record.add_input(
             f"{group.name}: seed {self.seed}, {len(made)} sets",
             (item for inputs in made for item in inputs if isinstance(item, torch.Tensor)),
         )
-        self._note_sets(group, len(made), one)
+        note_sets(self.record, group.name, len(made), one, self.device)
         variants, norms = self._variants(group, pristine)
         before = self._parity(group, variants, pristine)
         clocks = gpu.clocks()
@@ -219,20 +252,13 @@ class _Bench:
         clocks = {"before": clocks, "after": gpu.clocks()}
         after = self._parity(group, variants, pristine, checksums=True)
         shape = (self.rows, width_of(group.op, self.columns))
-        cases = self._enter(group.name, timing, shape, clocks)
+        cases = enter(self.record, group.name, timing, shape, clocks)
         if timing.uncaptured:
             self.record.set_protocol(timer=f"{self.record.data['protocol']['timer']}; {group.name}: {timing.timer}")
         for name, why in timing.uncaptured.items():
             self.record.fell_back(f"{group.name} / {name}", "capture in a CUDA graph", why)
         for name in variants:
             self._judge(group, name, norms[name], cases, timing, max(before[name], after[name]))
-
-    def _note_sets(self, group: Group, count: int, one: int) -> None:
-        cache = l2_bytes(self.device)
-        policy = self.record.data["protocol"]["l2"] or {"l2_bytes": cache, "factor": L2_FACTOR, "groups": {}}
-        exceeds = None if cache is None else count * one > L2_FACTOR * cache
-        policy["groups"][group.name] = {"sets": count, "set_bytes": one, "exceeds_factor": exceeds}
-        self.record.set_protocol(l2=policy)
 
     def _variants(self, group: Group, inputs: tuple) -> tuple[dict[str, Callable], dict[str, str | None]]:
         """Every variant that runs here, each called once, and the norm of each; refusals go into the record."""
@@ -256,7 +282,7 @@ class _Bench:
                 asked = dict(options) if norm is None else {**options, "norm": norm}
                 call = partial(function, impl=implementation.name, **asked)
                 try:
-                    call(*self._fresh(group, inputs))
+                    call(*fresh(group.op, inputs))
                 except fused.FusedRefused as refusal:
                     self.record.fell_back(f"{group.name} / {name}", name, "; ".join(refusal.reasons.values()))
                     continue
@@ -269,10 +295,6 @@ class _Bench:
         part = stock.BF16_PART[group.op](*inputs)
         return nvfp4.default_decode_scale(part).reshape(())
 
-    @staticmethod
-    def _fresh(group: Group, inputs: tuple) -> tuple:
-        return (inputs[0].clone(), *inputs[1:]) if group.op.endswith("_") else inputs
-
     def _parity(
         self, group: Group, variants: dict, inputs: tuple, checksums: bool = False
     ) -> dict[str, tuple[int, str]]:
@@ -280,23 +302,12 @@ class _Bench:
         expected, found = None, {}
         for name, call in variants.items():
             self.between()
-            result = call(*self._fresh(group, inputs))
+            result = call(*fresh(group.op, inputs))
             if checksums:
                 self.record.add_output(f"{group.name} / {name}", tensors_of(result))
             expected = result if expected is None else expected
             found[name] = difference(result, expected)
         return found
-
-    def _enter(self, group: str, timing, shape, clocks: dict) -> dict[str, dict]:
-        self.record.add_orders(group, timing.orders)
-        policy = self.record.data["protocol"]["warm_up"] or {}
-        self.record.set_protocol(warm_up={**policy, group: timing.warm_up})
-        told = None if clocks["before"] is None and clocks["after"] is None else clocks
-        dtype = str(DTYPE).removeprefix("torch.")
-        return {
-            name: self.record.add_case(group, name, shape, dtype, samples, calls=timing.calls[name], clocks=told)
-            for name, samples in timing.samples.items()
-        }
 
     def _judge(self, group: Group, name: str, norm, cases: dict, timing, parity: tuple[int, str]) -> None:
         case, baseline = cases[name], cases[timing.baseline]
