@@ -14,6 +14,7 @@ Public surface::
     norm_of(device)                       "fused" where the kernel's RMSNorm equals ATen's in every bit, else "aten"
     status(device)                        what is known, for reports; never probes
     clear()                               forget what is in memory (the files stay)
+    tally(device)                         of that: how many are certified, and which are refused
     remembered()                          what is in memory; reads no file and asks no device
     settle, known, key_of, keep, kept     the same memory, files and keys for other probes (attention)
 
@@ -256,6 +257,12 @@ def _norm_certificate(chosen: dict, label: str, device: torch.device) -> Certifi
 def known(name: str, implementation: str, device) -> Certificate | None:
     """The certificate that is in memory, or None; never reads a file and never probes."""
     return _known.get((name, implementation, indexed(device)))
+
+
+def tally(device) -> tuple[int, list[dict]]:
+    """How many implementations are certified on a device, and the entries of :func:`status` that are refused there."""
+    entries = status(device) if needs(indexed(device)) else []
+    return sum(entry["state"] == CERTIFIED for entry in entries), [e for e in entries if e["state"] == REFUSED]
 
 
 def remembered() -> list[tuple[torch.device, dict]]:

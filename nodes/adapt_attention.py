@@ -195,11 +195,12 @@ def progress(options: dict) -> float | None:
 
     Read from the device once a forward.
     """
-    forward = options.get(run.FORWARD, {})
-    if "progress" not in forward:
+
+    def ask() -> float | None:
         now, schedule = options.get("sigmas"), options.get("sample_sigmas")
-        forward["progress"] = None if now is None or schedule is None else step_share(now, schedule)
-    return forward["progress"]
+        return None if now is None or schedule is None else step_share(now, schedule)
+
+    return run.once_a_forward(options, "progress", ask)
 
 
 def step_share(now: torch.Tensor, schedule: torch.Tensor) -> float | None:
@@ -217,10 +218,8 @@ def conditioning_rows(options: dict, rows: int) -> int:
 
     0 where the forward does not say (another model, the refiner, a sequence that does not fit).
     """
-    forward = options.get(run.FORWARD, {})
-    if "target_rows" not in forward:
-        forward["target_rows"] = target_rows(options.get(run.DIT), forward.get("latents"))
-    target = forward["target_rows"]
+    latents = options.get(run.FORWARD, {}).get("latents")
+    target = run.once_a_forward(options, "target_rows", lambda: target_rows(options.get(run.DIT), latents))
     return rows - target if target is not None and rows > target else 0
 
 

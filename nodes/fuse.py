@@ -43,16 +43,6 @@ def default_scale_backend() -> str:
     return asked if asked in SCALE_BACKENDS else SCALE_BACKENDS[0]
 
 
-def once_a_forward(arguments: dict, function, *key):
-    """``function(*key)``, asked once in a forward; each time where no wrapper of ours says that one is running."""
-    forward = arguments.get("transformer_options", {}).get(run.FORWARD)
-    if forward is None:
-        return function(*key)
-    if (function, key) not in forward:
-        forward[function, key] = function(*key)
-    return forward[function, key]
-
-
 class BlockPatch:
     """The replacement of one ``double_block``; holds settings only, never a module or a tensor."""
 
@@ -90,14 +80,17 @@ class BlockPatch:
                     recorder.fallbacks[self.index, reason] += 1
                 return original_block(arguments)["img"]
             comfy.ops.run_every_op()
-            sites, refused = once_a_forward(arguments, sites_on, arguments["img"].device, self.sites)
+            device, options = arguments["img"].device, arguments["transformer_options"]
+            sites, refused = run.once_a_forward(
+                options, ("sites", device, self.sites), lambda: sites_on(device, self.sites)
+            )
             out = adapt.fused_forward(
                 block,
                 arguments["img"],
                 arguments["t_emb"],
                 arguments["mod_segments"],
                 arguments["rope_freqs"],
-                arguments["transformer_options"],
+                options,
                 sites,
             )
         if recorder is not None:
@@ -114,7 +107,13 @@ class BlockPatch:
             adapt.block_reason(block, arguments)
             or self._rows_reason(block, arguments)
             or adapt.class_reason(type(block))
-            or once_a_forward(arguments, device_reason, arguments["img"].device, self.emulate)
+            or self._device_reason(arguments)
+        )
+
+    def _device_reason(self, arguments: dict) -> str | None:
+        device, options = arguments["img"].device, arguments.get("transformer_options", {})
+        return run.once_a_forward(
+            options, ("device", device, self.emulate), lambda: device_reason(device, self.emulate)
         )
 
     def _rows_reason(self, block, arguments: dict) -> str | None:

@@ -8,9 +8,9 @@ is not read.
 from __future__ import annotations
 
 import logging
-import sys
 
 from . import readiness
+from .status import running_server
 
 READY, HEALTH = "/h3bw/ready", "/h3bw/health"
 
@@ -23,7 +23,7 @@ def register() -> bool:
     Without a server (a script, a test, another program) nothing is imported and nothing happens. A second copy of the
     pack leaves the first one's routes in place: two of one path would end the server.
     """
-    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+    server = running_server()
     if server is None:
         return False
     if {READY, HEALTH} & {getattr(route, "path", None) for route in server.routes}:

@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sized
+from collections.abc import Callable, Sized
 from dataclasses import dataclass, field
 
 import comfy.patcher_extension
@@ -137,7 +137,7 @@ class Run:
         if self._channel is not None:
             self._channel.tell_sometimes(self)
         flags, extremes = self._flags, self._extremes
-        if flags is None or extremes is None:
+        if flags is None:
             return
         bad = ~torch.isfinite(extremes).all(dim=0)
         flags.copy_(torch.where(bad & (flags == 0), self.steps, flags))
@@ -262,6 +262,21 @@ def attach(patcher, name: str, settings: dict) -> Run:
         # Assigned, not appended: our node twice in a row must not wrap twice.
         table.setdefault(kind, {})[WRAPPER_KEY] = [wrapper]
     return run
+
+
+def once_a_forward(options: dict, key, ask: Callable):
+    """``ask()``, once in a forward for each ``key``; each time where no wrapper of ours says that one is running.
+
+    Args:
+        options: transformer_options of the call.
+        key: hashable; names what is asked, and with what.
+    """
+    forward = options.get(FORWARD)
+    if forward is None:
+        return ask()
+    if key not in forward:
+        forward[key] = ask()
+    return forward[key]
 
 
 def _around_sampling(executor, *args, **kwargs):

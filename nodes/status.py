@@ -73,11 +73,10 @@ def open_channel(device: torch.device) -> Channel | None:
 
 def certification(device: torch.device) -> dict:
     """How many implementations are certified on a device, and which are refused and why; never probes."""
-    entries = certify.status(device) if certify.needs(device) else []
-    refused = [entry for entry in entries if entry["state"] == certify.REFUSED]
+    certified, refused = certify.tally(device)
     return {
         "needed": certify.needs(device),
-        "certified": sum(entry["state"] == certify.CERTIFIED for entry in entries),
+        "certified": certified,
         "refused": few({name: short(entry[name]) for name in ("op", "implementation", "reason")} for entry in refused),
     }
 

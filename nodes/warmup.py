@@ -77,9 +77,7 @@ def told(record: dict, nvfp4: str | None, device) -> list[str]:
         lines.append(f"NVFP4 here: {nvfp4}")
     if not certify.needs(device):
         return [*lines, f"certification: not needed on {device}"]
-    entries = certify.status(device)
-    certified = sum(entry["state"] == certify.CERTIFIED for entry in entries)
-    refused = [entry for entry in entries if entry["state"] == certify.REFUSED]
+    certified, refused = certify.tally(device)
     lines.append(f"certification on {device}: {certified} certified, {len(refused)} refused")
     lines += [f"{entry['op']} does not run as {entry['implementation']}: {entry['reason']}" for entry in refused]
     return lines
