@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from workflow_parts import fuse, sample, schedule
+
 GREY, GREEN, PURPLE = "#999999", "#88aa88", "#a1309b"
 WIDTH, HEIGHT, LENGTH = 320, 192, 22
 
@@ -36,13 +38,12 @@ anything is wrong.
 """
 
 
-def smoke(graph, group: Callable, fuse: Callable):
+def smoke(graph, group: Callable):
     """Fill the graph: the tiny H3, fused and with attention auto, warmed up, sampled, made a clip and checked.
 
     Args:
         graph: an empty ``Graph`` of ``make_workflows``.
         group: its ``Group``.
-        fuse: its ``fuse``.
     """
     tiny = graph.add(
         "H3BW_SelfTestModel", adaln="pruned", width=WIDTH, height=HEIGHT, length=LENGTH, seed=0, reference="none"
@@ -51,18 +52,8 @@ def smoke(graph, group: Callable, fuse: Callable):
     blocks = fuse(graph, None, shifted["MODEL"])
     attention = graph.add("H3BW_AttentionBackend", model=blocks["MODEL"], backend="auto")
     warm = graph.add("H3BW_Warmup", model=attention["MODEL"], width=WIDTH, height=HEIGHT, frames=LENGTH, steps=2)
-    noise = graph.add("RandomNoise", noise_seed=42)
-    sampler = graph.add("KSamplerSelect", sampler_name="res_multistep")
-    sigmas = graph.add("BasicScheduler", model=warm["MODEL"], scheduler="simple", steps=4, denoise=1.0)
-    guider = graph.add("BasicGuider", model=warm["MODEL"], conditioning=tiny["positive"])
-    latent = graph.add(
-        "SamplerCustomAdvanced",
-        noise=noise["NOISE"],
-        guider=guider["GUIDER"],
-        sampler=sampler["SAMPLER"],
-        sigmas=sigmas["SIGMAS"],
-        latent_image=tiny["LATENT"],
-    )
+    scheduled = schedule(graph, warm["MODEL"], 4)
+    guider, latent = sample(graph, scheduled, warm["MODEL"], tiny["positive"], tiny["LATENT"])
     decode = graph.add("H3BW_SelfTestDecode", latent=latent["output"])
     clip = graph.add("CreateVideo", images=decode["IMAGE"], fps=24.0, audio=decode["AUDIO"], bit_depth=8)
     check = graph.add(
@@ -79,7 +70,7 @@ def smoke(graph, group: Callable, fuse: Callable):
     graph.lay_out(
         [group("Read me", [[note]], GREY)],
         [group("The model: put your own loader here", [[tiny, shifted], [blocks, attention]], GREEN)],
-        [group("Ready?", [[warm]], PURPLE), group("Sampling", [[noise, sampler, sigmas], [guider, latent]])],
+        [group("Ready?", [[warm]], PURPLE), group("Sampling", [[*scheduled], [guider, latent]])],
         [group("A clip, checked on disk", [[decode, clip], [check]], PURPLE), group("What ran", [[report]], PURPLE)],
     )
     return graph

@@ -23,6 +23,7 @@ from typing import Any
 from deployment_workflow import smoke
 from measurement_workflows import MEASUREMENTS, SIZES
 from workflow_notes import PROMPTS, QUANTIZE_NOTE, REAL_NOTE, SELFTEST_NOTE, TASK_NOTES, TURBO_NOTE
+from workflow_parts import fuse, sample, schedule
 
 WORKFLOWS = Path(__file__).resolve().parent.parent / "workflows"
 REGISTRY_ID = "h3-blackwell-runtime"  # tells a frontend without this pack what to install
@@ -313,14 +314,6 @@ def estimated_size(node: Node) -> tuple[int, int]:
     return width, height
 
 
-def fuse(graph: Graph, title: str, model: Output, mode: str = "exact", emulate: str = "off") -> Node:
-    """Fuse H3 Blocks with every switch named, so that no environment variable of the generator's server leaks in."""
-    switches = dict.fromkeys(("modulate", "swiglu", "attention_output", "elementwise"), True)
-    return graph.add(
-        "H3BW_FuseBlocks", title, model=model, mode=mode, **switches, scale_backend="vortex", emulate=emulate
-    )
-
-
 def selftest(name: str, object_info: dict[str, Any], adaln: str, keyframes: bool) -> Graph:
     """The tiny H3 through stock ComfyUI and through this pack, twice, compared bit for bit, and a checked clip."""
     graph = Graph(name, object_info)
@@ -334,27 +327,15 @@ def selftest(name: str, object_info: dict[str, Any], adaln: str, keyframes: bool
         "H3BW_SelfTestModel", adaln=adaln, width=64, height=64, length=22, seed=0, reference="none", **frames
     )
     shifted = graph.add("MiniMaxH3SigmaShift", model=tiny["MODEL"], shift_video=12.0, shift_audio=3.0)
-    noise = graph.add("RandomNoise", noise_seed=42)
-    sampler = graph.add("KSamplerSelect", sampler_name="res_multistep")
-    sigmas = graph.add("BasicScheduler", model=shifted["MODEL"], scheduler="simple", steps=4, denoise=1.0)
+    scheduled = schedule(graph, shifted["MODEL"], 4)
 
-    def sample(title: str, model: Output) -> tuple[Node, Node]:
-        guider = graph.add("BasicGuider", f"Guider {title}", model=model, conditioning=tiny["positive"])
-        latent = graph.add(
-            "SamplerCustomAdvanced",
-            f"Sample {title}",
-            noise=noise["NOISE"],
-            guider=guider["GUIDER"],
-            sampler=sampler["SAMPLER"],
-            sigmas=sigmas["SIGMAS"],
-            latent_image=tiny["LATENT"],
-        )
-        return guider, latent
+    def sampled(title: str, model: Output) -> tuple[Node, Node]:
+        return sample(graph, scheduled, model, tiny["positive"], tiny["LATENT"], title)
 
     def patched(title: str, mode: str) -> tuple[Node, Node, Node, Node]:
         blocks = fuse(graph, f"Blocks {title}", shifted["MODEL"], mode=mode, emulate="w4a4")
         attention = graph.add("H3BW_AttentionBackend", f"Attention {title}", model=blocks["MODEL"], backend="auto")
-        return blocks, attention, *sample(title, attention["MODEL"])
+        return blocks, attention, *sampled(title, attention["MODEL"])
 
     def report(title: str, model: Output, latent: Output, reference: Output, suffix: str) -> Node:
         return graph.add(
@@ -368,9 +349,9 @@ def selftest(name: str, object_info: dict[str, Any], adaln: str, keyframes: bool
         )
 
     # A and B keep ComfyUI's own attention. The exact backends differ from it by rounding, so C and D both choose one.
-    guider_a, latent_a = sample("A", shifted["MODEL"])
+    guider_a, latent_a = sampled("A", shifted["MODEL"])
     blocks_b = fuse(graph, "Blocks B", shifted["MODEL"], emulate="bf16")
-    guider_b, latent_b = sample("B", blocks_b["MODEL"])
+    guider_b, latent_b = sampled("B", blocks_b["MODEL"])
     blocks_c, attention_c, guider_c, latent_c = patched("C", "off")
     blocks_d, attention_d, guider_d, latent_d = patched("D", "exact")
     report_b = report("B equals A?", blocks_b["MODEL"], latent_b["output"], latent_a["output"], "bf16")
@@ -386,7 +367,7 @@ def selftest(name: str, object_info: dict[str, Any], adaln: str, keyframes: bool
         [Group("Read me", [[note]], GREY)],
         [
             Group("Tiny H3", [*([pictures] if pictures else []), [tiny, shifted]]),
-            Group("Shared by all four", [[noise, sampler, sigmas]]),
+            Group("Shared by all four", [[*scheduled]]),
         ],
         [
             Group("A: stock ComfyUI", [[guider_a], [latent_a]], GREY),
@@ -451,18 +432,8 @@ def real(name: str, object_info: dict[str, Any], model: str, task: str, turbo: s
     else:
         positive = graph.add("MiniMaxH3ImageToVideo", **common)
 
-    noise = graph.add("RandomNoise", noise_seed=42)
-    sampler = graph.add("KSamplerSelect", sampler_name="res_multistep")
-    sigmas = graph.add("BasicScheduler", model=attention["MODEL"], scheduler="simple", steps=steps, denoise=1.0)
-    guider = graph.add("BasicGuider", model=attention["MODEL"], conditioning=positive["positive"])
-    latent = graph.add(
-        "SamplerCustomAdvanced",
-        noise=noise["NOISE"],
-        guider=guider["GUIDER"],
-        sampler=sampler["SAMPLER"],
-        sigmas=sigmas["SIGMAS"],
-        latent_image=positive["LATENT"],
-    )
+    scheduled = schedule(graph, attention["MODEL"], steps)
+    guider, latent = sample(graph, scheduled, attention["MODEL"], positive["positive"], positive["LATENT"])
     frames = graph.add("VAEDecode", samples=latent["output"], vae=vae["VAE"])
     track = graph.add("VAEDecodeAudio", samples=latent["output"], vae=audio_vae["VAE"])
     movie_out = graph.add("CreateVideo", images=frames["IMAGE"], fps=24.0, audio=track["AUDIO"], bit_depth=8)
@@ -487,7 +458,7 @@ def real(name: str, object_info: dict[str, Any], model: str, task: str, turbo: s
         ],
         *([sources] if sources else []),
         [Group("Conditioning", [[positive]])],
-        [Group("Sampling", [[noise, sampler, sigmas], [guider, latent]])],
+        [Group("Sampling", [[*scheduled], [guider, latent]])],
         [Group("Decode and save", [[frames, track, movie_out], [save]]), Group("What ran", [[report]], PURPLE)],
     )
     return graph
@@ -523,7 +494,7 @@ def build(object_info: dict[str, Any]) -> list[Graph]:
         ),
         *(fill(Graph(name, object_info), Group) for name, fill in MEASUREMENTS.items()),
         quantize_checkpoint(object_info),
-        smoke(Graph("deployment_smoke", object_info), Group, fuse),
+        smoke(Graph("deployment_smoke", object_info), Group),
     ]
 
 

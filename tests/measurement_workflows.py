@@ -10,6 +10,7 @@ from typing import Any
 
 from measurement_notes import BLOCK_NOTE, FIRST_PROOF_NOTE, LADDER_NOTE, ROOFLINE_NOTE, STEP_NOTE
 from workflow_notes import BENCH_ATTENTION_NOTE, BENCH_NOTE
+from workflow_parts import fuse, sample, schedule
 
 GREY, GREEN, PURPLE = "#999999", "#88aa88", "#a1309b"
 # Width of a node, and room for the table and the picture that it shows, in pixels.
@@ -57,23 +58,13 @@ def first_proof(graph, group):
     """From nothing to a proof in one queue: what there is, the self-test, kernels, attention, parity."""
     environment = graph.add("H3BW_Environment")
     tiny = graph.add("H3BW_SelfTestModel", adaln="pruned", width=64, height=64, length=22, seed=0, reference="none")
-    switches = dict.fromkeys(("modulate", "swiglu", "attention_output", "elementwise"), True)
-    fused = graph.add(
-        "H3BW_FuseBlocks", model=tiny["MODEL"], mode="exact", **switches, scale_backend="vortex", emulate="off"
-    )
-    noise = graph.add("RandomNoise", noise_seed=42)
-    sampler = graph.add("KSamplerSelect", sampler_name="res_multistep")
-    sigmas = graph.add("BasicScheduler", model=tiny["MODEL"], scheduler="simple", steps=4, denoise=1.0)
+    fused = fuse(graph, None, tiny["MODEL"])
+    scheduled = schedule(graph, tiny["MODEL"], 4)
 
-    def sample(title, model):
-        guider = graph.add("BasicGuider", f"Guider {title}", model=model, conditioning=tiny["positive"])
-        latent = graph.add(
-            "SamplerCustomAdvanced", f"Sample {title}", noise=noise["NOISE"], guider=guider["GUIDER"],
-            sampler=sampler["SAMPLER"], sigmas=sigmas["SIGMAS"], latent_image=tiny["LATENT"],
-        )  # fmt: skip
-        return guider, latent
+    def sampled(title, model):
+        return sample(graph, scheduled, model, tiny["positive"], tiny["LATENT"], title)
 
-    stock, ours = sample("stock", tiny["MODEL"]), sample("fused", fused["MODEL"])
+    stock, ours = sampled("stock", tiny["MODEL"]), sampled("fused", fused["MODEL"])
     prefix = f"h3bw/{graph.name}"
     report = graph.add(
         "H3BW_RuntimeReport", "2. Certified, fused, equal?", model=fused["MODEL"], latent=ours[1]["output"],
@@ -97,7 +88,7 @@ def first_proof(graph, group):
         [
             group(
                 "2. Self-test: the tiny H3, stock and fused",
-                [[tiny, fused], [noise, sampler, sigmas], [*stock, *ours]],
+                [[tiny, fused], [*scheduled], [*stock, *ours]],
                 GREEN,
             ),
             group("2. Certified, fused, equal?", [[report]], PURPLE),

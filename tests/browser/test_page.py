@@ -23,6 +23,7 @@ import make_workflows
 import pytest
 from comfy_server import PACK_FOLDER, PACK_ROOT, ComfyServer, clean_environment, make_base_directory
 from conftest import comfyui_folder
+from workflow_parts import fuse, sample, schedule
 
 HERE = Path(__file__).resolve().parent
 LIMIT_S = 240.0
@@ -94,20 +95,10 @@ def graph(server) -> dict[str, Any]:
     """The tiny H3 behind both patches, with the fused blocks left to a CPU that has none, sampled and reported."""
     graph = make_workflows.Graph("page", server.object_info())
     tiny = graph.add("H3BW_SelfTestModel", adaln="pruned", width=64, height=64, length=22, seed=0, reference="none")
-    blocks = make_workflows.fuse(graph, "Blocks", tiny["MODEL"])
+    blocks = fuse(graph, "Blocks", tiny["MODEL"])
     attention = graph.add("H3BW_AttentionBackend", "Attention", model=blocks["MODEL"], backend="auto")
-    noise = graph.add("RandomNoise", noise_seed=42)
-    sampler = graph.add("KSamplerSelect", sampler_name="euler")
-    sigmas = graph.add("BasicScheduler", model=tiny["MODEL"], scheduler="simple", steps=3, denoise=1.0)
-    guider = graph.add("BasicGuider", model=attention["MODEL"], conditioning=tiny["positive"])
-    latent = graph.add(
-        "SamplerCustomAdvanced",
-        noise=noise["NOISE"],
-        guider=guider["GUIDER"],
-        sampler=sampler["SAMPLER"],
-        sigmas=sigmas["SIGMAS"],
-        latent_image=tiny["LATENT"],
-    )
+    scheduled = schedule(graph, tiny["MODEL"], 3, "euler")
+    guider, latent = sample(graph, scheduled, attention["MODEL"], tiny["positive"], tiny["LATENT"])
     report = graph.add(
         "H3BW_RuntimeReport",
         "Report",
@@ -117,7 +108,7 @@ def graph(server) -> dict[str, Any]:
         filename_prefix="h3bw/page",
     )
     note = graph.explain("What ran?")
-    columns = [[tiny], [blocks, attention], [noise, sampler, sigmas], [guider, latent], [report, note]]
+    columns = [[tiny], [blocks, attention], [*scheduled], [guider, latent], [report, note]]
     graph.lay_out([make_workflows.Group("A run", columns)])
     return graph.ui()
 
